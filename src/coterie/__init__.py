@@ -1,0 +1,37 @@
+"""Coterie: experts work in company; place, prune and move them accordingly.
+
+Names are imported when first used, so that `import coterie` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from coterie.errors import CoterieError as CoterieError
+    from coterie.placement.placement import Placement as Placement
+    from coterie.spec import MoESpec as MoESpec
+    from coterie.topology import Topology as Topology
+    from coterie.trace.routing_trace import RoutingTrace as RoutingTrace
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "CoterieError": "coterie.errors",
+    "MoESpec": "coterie.spec",
+    "Placement": "coterie.placement.placement",
+    "RoutingTrace": "coterie.trace.routing_trace",
+    "Topology": "coterie.topology",
+}
+__all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604 - all strings
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'coterie' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -1,0 +1,1 @@
+"""The verbs, thin: each parses, calls the library, prints."""

@@ -1,0 +1,81 @@
+"""What every verb shares: progress on stderr, results on stdout, tables."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from coterie.progress import Progress
+
+_QUIET_SECONDS = 1.0
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print exactly one JSON object on stdout.")]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Same seed, same result.")]
+
+
+@contextmanager
+def progress() -> Iterator[Progress]:
+    """A progress listener that shows a bar on stderr once work has taken a second, and never before."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(),
+        console=Console(stderr=True), transient=True,
+    )  # fmt: skip
+    started = time.monotonic()
+    tasks: dict[str, Any] = {}
+
+    def listen(what: str, done: int, total: int) -> None:
+        if what not in tasks:
+            if time.monotonic() - started < _QUIET_SECONDS:
+                return
+            bar.start()
+            tasks[what] = bar.add_task(what, total=total)
+        bar.update(tasks[what], completed=done, total=total)
+
+    try:
+        yield listen
+    finally:
+        bar.stop()
+
+
+def emit_json(result: Mapping[str, Any]) -> None:
+    """Print the one JSON object of a `--json` command."""
+    print(json.dumps(result, allow_nan=False))  # noqa: T201 - this is the CLI's output
+
+
+def say(text: str = "") -> None:
+    """Print a line of a result for people."""
+    from rich.console import Console
+
+    Console(highlight=False, soft_wrap=True).print(text, markup=False)
+
+
+def note(text: str) -> None:
+    """Print a remark on stderr: it is no part of the result."""
+    from rich.console import Console
+
+    Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str | None = None) -> None:
+    """Print a table, the first column left-aligned and the others right-aligned."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(title=title, box=SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    for index, column in enumerate(columns):
+        drawn.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+    for row in rows:
+        drawn.add_row(*(Text(f"{item:.3f}" if isinstance(item, float) else str(item)) for item in row))
+    console = Console(highlight=False)
+    console.print(drawn, width=None if console.is_terminal else 160)

@@ -1,0 +1,64 @@
+"""The command line: names, and what happens when something goes wrong."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+import coterie
+from coterie.errors import CoterieError
+
+# click's own class; newer typer carries its copy of click under a private name
+UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]  # type: ignore[assignment]
+
+app = typer.Typer(
+    name="coterie",
+    help="Where experts live and what a token may skip, decided from routing traces.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+trace = typer.Typer(help="Import, inspect, prune and synthesize routing traces.", no_args_is_help=True)
+app.add_typer(trace, name="trace")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(coterie.__version__)  # noqa: T201 - this is the CLI's output
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Where experts live and what a token may skip, decided from routing traces."""
+
+
+def main() -> None:
+    """Run the command line; whatever a user can cause is one line on stderr and exit code 2."""
+    try:
+        code = app(standalone_mode=False)
+    except UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()
+            sys.exit(2)
+        _fail(error.format_message(), 2)
+    except (CoterieError, OSError) as error:
+        _fail(str(error), 2)
+    except (KeyboardInterrupt, typer.Abort):
+        _fail("interrupted; nothing was written", 130)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str, code: int) -> None:
+    print("coterie: error: " + " ".join(message.split()), file=sys.stderr)  # noqa: T201 - stderr is the point
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Small real inputs that ship with the package."""

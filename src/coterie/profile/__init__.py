@@ -1,0 +1,1 @@
+"""What a trace says: load, co-activation, combinations."""

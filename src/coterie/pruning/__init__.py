@@ -1,0 +1,1 @@
+"""What may be skipped: destinations (devices) a token need not visit."""

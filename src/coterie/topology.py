@@ -1,0 +1,173 @@
+"""Devices, nodes and what it costs to cross between them.
+
+Written "8" (one node), "2x8" (nodes x devices), "2x8,inter=5", or as a YAML file with the fields of `Topology`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError, InfeasiblePlacement
+from coterie.units import parse_bandwidth
+
+MAX_DEVICES = 4096
+_TEXT = re.compile(r"\s*(\d+)\s*(?:[xX]\s*(\d+)\s*)?((?:,[^,]+)*)")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Nodes of devices; device d lives on node d // devices_per_node.
+
+    Attributes:
+        num_nodes: machines.
+        devices_per_node: accelerators (or processes) on each.
+        inter_cost: cost c of a link between nodes relative to one within a node (CAP eq. 3); at least 1.
+        slots_per_device: expert slots of each device, or None: the experts are spread evenly.
+        intra_bandwidth_bytes_per_s: measured bandwidth of a device's link within its node, or None.
+        inter_bandwidth_bytes_per_s: measured bandwidth of a node's uplink, or None.
+    """
+
+    num_nodes: int = 1
+    devices_per_node: int = 1
+    inter_cost: float = 5.0
+    slots_per_device: tuple[int, ...] | None = None
+    intra_bandwidth_bytes_per_s: float | None = None
+    inter_bandwidth_bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_nodes < 1 or self.devices_per_node < 1:
+            raise ConfigError(f"topology {self}: nodes and devices must be at least 1; write it like 8 or 2x4")
+        if self.num_devices > MAX_DEVICES:
+            raise ConfigError(f"topology {self} has {self.num_devices} devices; at most {MAX_DEVICES} are supported")
+        if not (1 <= self.inter_cost < 1e6):
+            raise ConfigError(f"inter = {self.inter_cost:g} in the topology; a link between nodes costs 1 to 1e6")
+        if self.slots_per_device is not None:
+            if len(self.slots_per_device) != self.num_devices:
+                count = len(self.slots_per_device)
+                raise ConfigError(f"{count} entries in slots_per_device, {self.num_devices} devices; give one for each")
+            if min(self.slots_per_device) < 1:
+                raise ConfigError("slots_per_device has an entry below 1; every device needs a slot")
+
+    @property
+    def num_devices(self) -> int:
+        """Devices on all nodes together."""
+        return self.num_nodes * self.devices_per_node
+
+    def node_of_device(self) -> NDArray[np.int64]:
+        """The node of every device, [G]."""
+        return np.arange(self.num_devices, dtype=np.int64) // self.devices_per_node
+
+    def cost_matrix(self) -> NDArray[np.float64]:
+        """Relative cost between devices, [G, G] (CAP eq. 3): 0 to itself, 1 within a node, `inter_cost` across."""
+        node = self.node_of_device()
+        cost = np.where(node[:, None] == node[None, :], 1.0, self.inter_cost)
+        np.fill_diagonal(cost, 0.0)
+        return cost
+
+    def slots(self, num_experts: int) -> NDArray[np.int64]:
+        """Expert slots of every device, [G]; without `slots_per_device` as even as can be, the first devices one more.
+
+        Raises:
+            InfeasiblePlacement: when a device would stay empty or the slots do not equal the experts.
+        """
+        if num_experts < self.num_devices:
+            raise InfeasiblePlacement(
+                f"{num_experts} experts on {self.num_devices} devices leave devices empty; "
+                f"use at most {num_experts} devices"
+            )
+        if self.slots_per_device is not None:
+            if sum(self.slots_per_device) != num_experts:
+                raise InfeasiblePlacement(
+                    f"the topology has {sum(self.slots_per_device)} slots for {num_experts} experts; they must be equal"
+                )
+            return np.asarray(self.slots_per_device, dtype=np.int64)
+        base, extra = divmod(num_experts, self.num_devices)
+        return np.asarray([base + (d < extra) for d in range(self.num_devices)], dtype=np.int64)
+
+    def __str__(self) -> str:
+        if self.num_nodes == 1:
+            return str(self.devices_per_node)
+        return f"{self.num_nodes}x{self.devices_per_node},inter={self.inter_cost:g}"
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dictionary, ready for JSON or YAML; fields left at None are omitted."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        return {name: value for name, value in plain.items() if value is not None}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """The inverse of `to_json`; bandwidths may also be written like "25GB/s".
+
+        Raises:
+            ConfigError: when a key is unknown or a value has the wrong type.
+        """
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(map(str, data)) - known)
+        if unknown:
+            raise ConfigError(f"unknown key {unknown[0]!r} in the topology; known keys: {', '.join(sorted(known))}")
+        values = {name: _typed(name, value) for name, value in data.items() if value is not None}
+        return cls(**values)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """A topology from "8", "2x8", "2x8,inter=5", or the path of a YAML file.
+
+        Raises:
+            ConfigError: when the text is none of these.
+        """
+        if text.endswith((".yaml", ".yml")):
+            return cls._from_yaml(Path(text))
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise ConfigError(f"topology {text!r} is not understood; write it like 8, 2x8,inter=5 or x.yaml")
+        nodes, devices = (int(match[1]), int(match[2])) if match[2] else (1, int(match[1]))
+        values: dict[str, Any] = {}
+        for option in filter(None, match[3].split(",")):
+            name, _, value = option.partition("=")
+            if name.strip() != "inter":
+                raise ConfigError(f"unknown option {name.strip()!r} in topology {text!r}; the one option is inter=COST")
+            values["inter_cost"] = _typed("inter_cost", _number(value, text))
+        return cls(num_nodes=nodes, devices_per_node=devices, **values)
+
+    @classmethod
+    def _from_yaml(cls, path: Path) -> Self:
+        import yaml  # only needed for files; keeps `coterie --help` fast
+
+        try:
+            data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"cannot read the topology file {path}: {reason}") from error
+        if not isinstance(data, dict):
+            raise ConfigError(f"the topology file {path} holds no mapping; write lines like 'num_nodes: 2'")
+        return cls.from_json(data)
+
+
+def _number(value: str, text: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise ConfigError(f"inter = {value!r} in topology {text!r} is not a number; write it like inter=5") from None
+
+
+def _typed(name: str, value: Any) -> Any:
+    """One field's value, checked: JSON and YAML files hold whatever their writer put there."""
+    if name in ("num_nodes", "devices_per_node"):
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    elif name == "slots_per_device":
+        if isinstance(value, (list, tuple)) and all(type(item) is int for item in value):
+            return tuple(value)
+    elif isinstance(value, str) and name.endswith("bytes_per_s"):
+        return parse_bandwidth(value)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    raise ConfigError(f"{name} = {value!r} in the topology has the wrong type")

@@ -1,0 +1,1 @@
+"""What was routed where: traces, their importers, splits and synthetic stand-ins."""
