@@ -11,7 +11,7 @@ import coterie
 from coterie.errors import CoterieError
 
 # click's own class; newer typer carries its copy of click under a private name
-UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]  # type: ignore[assignment]
+UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     name="coterie",
