@@ -1,0 +1,230 @@
+"""From a trace to placements: fit on the earlier sequences, choose on a slice of them, measure on the rest."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import coterie
+from coterie.errors import ConfigError, InfeasiblePlacement
+from coterie.placement.candidates import Candidates, Setting, measure_candidates, propose
+from coterie.placement.groups import has_freedom
+from coterie.placement.metrics import LayerMetrics, average, measure, summarise
+from coterie.placement.objective import Objective
+from coterie.placement.path import Path
+from coterie.placement.placement import Placement
+from coterie.progress import Progress, silent
+from coterie.topology import Topology
+from coterie.trace.routing_trace import ALL_TOKENS, RoutingTrace, TokenSelector
+from coterie.trace.splits import split
+
+VALIDATION_SHARE = 0.2
+COMPARED = ("linear", "eplb", "cap", "coterie")
+
+
+def prepare(
+    trace: RoutingTrace,
+    topology: Topology,
+    *,
+    seed: int = 0,
+    keep_groups: bool | None = None,
+    objective: Objective | None = None,
+    progress: Progress = silent,
+) -> Setting:
+    """The setting that `place`, `spectrum` and `compare` work in.
+
+    Args:
+        trace: the routing.
+        topology: where experts can live.
+        seed: of every tie and search.
+        keep_groups: keep router groups whole; None: if the model routes by groups.
+        objective: what is minimised; None: the default for the topology.
+        progress: told how far it is.
+
+    Raises:
+        InfeasiblePlacement: when the experts do not fit the topology.
+        ConfigError: when groups are to be kept and the model has none.
+    """
+    spec = trace.spec
+    topology.slots(spec.num_experts)
+    if keep_groups and spec.num_groups == 1:
+        raise ConfigError(f"--keep-groups needs a model that routes by groups; {spec.model} has num_groups = 1")
+    grouped = spec.num_groups > 1 if keep_groups is None else keep_groups
+    if grouped and not has_freedom(spec.num_experts, spec.num_groups, topology):
+        warnings.warn(
+            f"keeping {spec.num_groups} router groups whole on {topology} leaves no freedom: every placement has the "
+            "same traffic; use another number of devices",
+            stacklevel=2,
+        )
+    return Setting(trace, topology, objective or Objective.for_topology(topology), seed, grouped, progress)
+
+
+def place(setting: Setting, method: str = "coterie", balance: float | None = None, heldout: float = 0.2) -> Placement:
+    """One placement, chosen on a validation slice and measured on held-out sequences.
+
+    Without `balance` the choice is, among placements whose validation B is no worse and whose validation DPT and
+    peak traffic are lower than those of CAP's Algorithm 1, the one with the lowest objective. With `balance` it is
+    the cheapest with at most that B on the validation slice. The chosen price of balance is then applied to
+    candidates fitted on validation and fitting tokens together.
+
+    Args:
+        setting: trace, topology, objective, seed.
+        method: a name of `METHODS`.
+        balance: largest B wanted, at least 1; None: the default choice.
+        heldout: share of the tokens, the latest sequences, that only measure; 0: none.
+
+    Raises:
+        ConfigError: for an unknown method or a balance below 1.
+        InfeasiblePlacement: when no candidate reaches the balance.
+    """
+    fitting, measuring = _parts(setting, heldout)
+    candidates, point = choose(setting, method, fitting, balance)
+    return _placement(setting, method, candidates, point, measuring, {"balance": balance, "heldout": heldout})
+
+
+def spectrum(setting: Setting, points: int, method: str = "coterie", heldout: float = 0.2) -> list[Placement]:
+    """At most `points` placements, from the least communication to the best balance, on the Pareto front.
+
+    B is spaced geometrically between both ends; points that would repeat are left out.
+
+    Args:
+        setting: trace, topology, objective, seed.
+        points: how many, at least 1.
+        method: a name of `METHODS`.
+        heldout: share of the tokens that only measure; 0: none.
+    """
+    if points < 1:
+        raise ConfigError(f"a spectrum of {points} points; ask for at least 1")
+    fitting, measuring = _parts(setting, heldout)
+    candidates = propose(setting, method, fitting)
+    chosen = spaced_points(candidates.path.means(candidates.fit.values("balance")), points)
+    options = {"spectrum": points, "heldout": heldout}
+    return [_placement(setting, method, candidates, point, measuring, options) for point in chosen]
+
+
+def compare(setting: Setting, heldout: float = 0.5, methods: Sequence[str] = COMPARED) -> dict[str, Any]:
+    """Every method's metrics on the fitting part and on held-out sequences, and the seconds each took."""
+    parts = split(setting.trace, heldout)
+    rows: dict[str, Any] = {}
+    for method in methods:
+        started = time.perf_counter()
+        candidates, point = choose(setting, method, parts.first)
+        seconds = time.perf_counter() - started
+        fit, measured = _both(setting, candidates, point, parts.second)
+        hidden = setting.trace.spec.hidden_size
+        rows[method] = {**summarise(fit, hidden), "seconds": seconds, "heldout": summarise(measured, hidden)}
+    about = {"fit_tokens": parts.num_first, "heldout_tokens": parts.num_second, "split_by": parts.by}
+    return {
+        "methods": rows,
+        "trace": {**describe_trace(setting.trace), **about},
+        "topology": setting.topology.to_json(),
+        "seed": setting.seed,
+        "objective": setting.objective.to_json(),
+        "coterie": coterie.__version__,
+    }
+
+
+def choose(
+    setting: Setting, method: str, fitting: TokenSelector, balance: float | None = None
+) -> tuple[Candidates, int]:
+    """Candidates fitted on `fitting`, and the point of their path that was chosen; see `place`."""
+    if balance is not None and not balance >= 1:
+        raise ConfigError(f"balance = {balance:g}; B is the largest device load over the mean, so at least 1")
+    if method in ("linear", "eplb", "cap") and balance is None:
+        return propose(setting, method, fitting), 0
+    inner = split(setting.trace, VALIDATION_SHARE, fitting)
+    trial = propose(setting, method, inner.first)
+    validation = measure_candidates(setting, trial, inner.second)
+    balances = trial.path.means(validation.values("balance"))
+    if balance is None:
+        reference = propose(setting, "cap", inner.first)
+        cap = average(measure_candidates(setting, reference, inner.second).at(reference.path.choice(0)))
+        point = _default_point(setting.objective, trial.path, validation, cap)
+    else:
+        point = _first_within(balances, balance, method)
+    price = float(trial.path.price_S[point - 1]) if point else -np.inf
+    final = propose(setting, method, fitting)
+    chosen = final.path.at_price(price)
+    if balance is not None:  # the refitted candidates must keep the promise, too
+        again = final.path.means(measure_candidates(setting, final, inner.second).values("balance"))
+        chosen = max(chosen, _first_within(again, balance, method))
+    return final, chosen
+
+
+def _first_within(balances: NDArray[np.float64], limit: float, method: str) -> int:
+    within = np.flatnonzero(balances <= limit)
+    if not within.size:
+        raise InfeasiblePlacement(
+            f"no placement by {method} has B <= {limit:g} on the validation slice; the most balanced has "
+            f"{balances.min():.3f}: ask for at least that, or record a longer trace"
+        )
+    return int(within[0])
+
+
+def _default_point(objective: Objective, path: Path, validation: Any, cap: Mapping[str, float]) -> int:
+    """The point with the lowest objective that beats CAP's Algorithm 1 on the validation slice."""
+    means = {name: path.means(validation.values(name)) for name in ("dpt", "npt", "peak_traffic", "balance")}
+    score = path.means(validation.costs(objective)) + objective.balance * means["balance"]
+    balanced = means["balance"] <= cap["balance"]
+    lower = (means["dpt"] <= cap["dpt"]) & (means["peak_traffic"] <= cap["peak_traffic"])
+    for allowed in (balanced & lower, balanced, np.ones_like(balanced)):
+        if allowed.any():
+            return int(np.argmin(np.where(allowed, score, np.inf)))
+    raise AssertionError("the last choice allows every point")
+
+
+def spaced_points(balances: NDArray[np.float64], points: int) -> list[int]:
+    """Points of a path, at most so many, whose B is spaced geometrically from the first to the last."""
+    limits = np.geomspace(balances[0], balances[-1], points) if points > 1 else balances[:1]
+    chosen = [int(np.argmax(balances <= limit + 1e-9)) for limit in limits]
+    return sorted(set(chosen))
+
+
+def _parts(setting: Setting, heldout: float) -> tuple[TokenSelector, TokenSelector | None]:
+    if heldout == 0:
+        return ALL_TOKENS, None
+    parts = split(setting.trace, heldout)
+    return parts.first, parts.second
+
+
+def _both(
+    setting: Setting, candidates: Candidates, point: int, measuring: TokenSelector
+) -> tuple[list[LayerMetrics], list[LayerMetrics]]:
+    fit = candidates.fit.at(candidates.path.choice(point))
+    return fit, measure(setting.trace, candidates.placement(point), setting.topology, measuring)
+
+
+def _placement(
+    setting: Setting, method: str, candidates: Candidates, point: int,
+    measuring: TokenSelector | None, options: Mapping[str, Any],
+) -> Placement:  # fmt: skip
+    hidden = setting.trace.spec.hidden_size
+    metrics = {"fit": summarise(candidates.fit.at(candidates.path.choice(point)), hidden)}
+    device_LE = candidates.placement(point)
+    if measuring is not None:
+        metrics["heldout"] = summarise(measure(setting.trace, device_LE, setting.topology, measuring), hidden)
+    about = {
+        "name": method,
+        **options,
+        "point": point,
+        "seed": setting.seed,
+        "keep_groups": setting.keep_groups,
+        "objective": setting.objective.to_json(),
+        "trace": describe_trace(setting.trace),
+        "coterie": coterie.__version__,
+    }
+    return Placement.from_devices(device_LE, setting.topology, setting.trace.spec, about, metrics)
+
+
+def describe_trace(trace: RoutingTrace) -> dict[str, Any]:
+    """What a result says about the trace it came from."""
+    return {
+        "model": trace.spec.model, "layers": trace.num_layers, "experts": trace.spec.num_experts,
+        "top_k": trace.spec.top_k, "tokens": trace.num_tokens, "sequences": trace.num_sequences,
+        "fingerprint": trace.fingerprint(), "synthetic": bool(trace.provenance.get("synthetic", False)),
+    }  # fmt: skip

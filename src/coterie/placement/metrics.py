@@ -1,0 +1,134 @@
+"""What a placement costs on a trace: visits, traffic and balance (algorithms §2; CAP §IV, §V)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from coterie.topology import Topology
+from coterie.trace.check import pieces
+from coterie.trace.routing_trace import RoutingTrace, TokenSelector
+
+ACTIVATION_BYTES = 2  # bf16, both on dispatch and on combine
+
+
+@dataclass(frozen=True)
+class LayerMetrics:
+    """One layer's costs; counts are per token of the measured part.
+
+    Attributes:
+        dpt: devices per token that host a kept expert of the token.
+        remote_dpt: the same without the token's home.
+        npt: nodes per token.
+        remote_npt: the same without the home's node.
+        balance: B, the largest device load over the mean; load counts kept token-expert pairs.
+        peak_traffic: share of the tokens that visit the busiest device.
+        remote_peak_traffic: the same counting visits from other homes only.
+        traffic_GG: [G, G] copies per token from home (row) to device (column), the home's own on the diagonal.
+    """
+
+    dpt: float
+    remote_dpt: float
+    npt: float
+    remote_npt: float
+    balance: float
+    peak_traffic: float
+    remote_peak_traffic: float
+    traffic_GG: NDArray[np.float64]
+
+
+SCALARS = tuple(field.name for field in fields(LayerMetrics) if field.name != "traffic_GG")
+
+
+@njit(cache=True, nogil=True)
+def _count(
+    ids_TK: Any, kept_TK: Any, device_E: Any, node_G: Any, home_T: Any,
+    load_G: Any, traffic_GG: Any, nodes_NN: Any,
+) -> None:  # fmt: skip
+    """Add tokens to the load of devices, the copies from home to device, and from home node to node."""
+    seen_G = np.full(load_G.size, -1, dtype=np.int64)
+    seen_N = np.full(len(nodes_NN), -1, dtype=np.int64)
+    for t in range(len(ids_TK)):
+        home = home_T[t]
+        for k in range(ids_TK.shape[1]):
+            if not kept_TK[t, k]:
+                continue
+            g = device_E[ids_TK[t, k]]
+            load_G[g] += 1
+            if seen_G[g] != t:
+                seen_G[g] = t
+                traffic_GG[home, g] += 1
+                if seen_N[node_G[g]] != t:
+                    seen_N[node_G[g]] = t
+                    nodes_NN[node_G[home], node_G[g]] += 1
+
+
+def measure_layer(
+    trace: RoutingTrace, layer: int, device_E: NDArray[Any], topology: Topology, tokens: TokenSelector
+) -> LayerMetrics:
+    """The metrics of one layer on the selected tokens, read a bounded piece at a time.
+
+    Args:
+        trace: the routing.
+        layer: MoE layer.
+        device_E: [E] device of each expert.
+        topology: devices and nodes.
+        tokens: which tokens to measure.
+    """
+    num_devices = topology.num_devices
+    load_G = np.zeros(num_devices, dtype=np.int64)
+    traffic_GG = np.zeros((num_devices, num_devices), dtype=np.int64)
+    nodes_NN = np.zeros((topology.num_nodes, topology.num_nodes), dtype=np.int64)
+    homes_T = trace.homes(num_devices, tokens)
+    routing = trace.layer(layer, tokens)
+    kept_TK, devices, node_G = routing.kept(), np.asarray(device_E, dtype=np.int64), topology.node_of_device()
+    for piece in pieces(len(homes_T)):
+        _count(
+            routing.expert_ids_TK[piece], kept_TK[piece], devices, node_G, homes_T[piece], load_G, traffic_GG, nodes_NN
+        )
+    return _metrics(load_G, traffic_GG, nodes_NN, len(homes_T))
+
+
+def _metrics(
+    load_G: NDArray[np.int64], traffic_GG: NDArray[np.int64], nodes_NN: NDArray[np.int64], num_tokens: int
+) -> LayerMetrics:
+    remote_GG = traffic_GG - np.diag(np.diag(traffic_GG))
+    return LayerMetrics(
+        dpt=float(traffic_GG.sum() / num_tokens),
+        remote_dpt=float(remote_GG.sum() / num_tokens),
+        npt=float(nodes_NN.sum() / num_tokens),
+        remote_npt=float((nodes_NN.sum() - np.trace(nodes_NN)) / num_tokens),
+        balance=float(load_G.max() / load_G.mean()) if load_G.any() else 1.0,
+        peak_traffic=float(traffic_GG.sum(axis=0).max() / num_tokens),
+        remote_peak_traffic=float(remote_GG.sum(axis=0).max() / num_tokens),
+        traffic_GG=traffic_GG / num_tokens,
+    )
+
+
+def measure(
+    trace: RoutingTrace, device_LE: NDArray[Any], topology: Topology, tokens: TokenSelector
+) -> list[LayerMetrics]:
+    """The metrics of every layer, for a placement given as the device of each expert, [L, E]."""
+    return [measure_layer(trace, layer, device_LE[layer], topology, tokens) for layer in range(trace.num_layers)]
+
+
+def average(layers: Sequence[LayerMetrics]) -> dict[str, float]:
+    """The mean over layers of every scalar metric."""
+    return {name: float(np.mean([getattr(layer, name) for layer in layers])) for name in SCALARS}
+
+
+def summarise(layers: Sequence[LayerMetrics], hidden_size: int = 0) -> dict[str, Any]:
+    """Means over layers, per-layer arrays under "layers", and bytes per token and layer when `hidden_size` is known.
+
+    Bytes count a copy of the hidden state to every remote device and the partial sum back, in bf16.
+    """
+    result: dict[str, Any] = average(layers)
+    if hidden_size:
+        result["bytes_per_token"] = result["remote_dpt"] * hidden_size * ACTIVATION_BYTES * 2
+    result["layers"] = {name: [round(getattr(layer, name), 6) for layer in layers] for name in SCALARS}
+    return result

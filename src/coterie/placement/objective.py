@@ -1,0 +1,49 @@
+"""What is minimised: visits to devices, nodes and the busiest device, and the price of imbalance."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from coterie.placement.metrics import LayerMetrics
+from coterie.placement.search import Weights
+from coterie.topology import Topology
+
+
+@dataclass(frozen=True)
+class Objective:
+    """`device * DPT + node * NPT + peak * peak traffic`, and `balance * B` when one placement is chosen.
+
+    Attributes:
+        device: weight of devices per token.
+        node: weight of nodes per token.
+        peak: weight of the share of tokens that visit the busiest device.
+        balance: weight of B; only used to choose a point, since the search keeps limits on B instead.
+    """
+
+    device: float
+    node: float
+    peak: float
+    balance: float
+
+    @classmethod
+    def for_topology(cls, topology: Topology) -> Self:
+        """The default for a topology.
+
+        A visit costs 1, a node `inter_cost - 1` more (its first visit crosses the slow link; one node: 0). On G
+        devices with equal visits the peak is DPT / G, so a peak weight of G / 4 makes it count a quarter of DPT.
+        """
+        node = topology.inter_cost - 1.0 if topology.num_nodes > 1 else 0.0
+        return cls(device=1.0, node=node, peak=topology.num_devices / 4, balance=0.5)
+
+    def weights(self) -> Weights:
+        """The part that the search minimises."""
+        return Weights(float(self.device), float(self.node), float(self.peak))
+
+    def cost(self, metrics: LayerMetrics) -> float:
+        """Cost without balance, in visits per token."""
+        return self.device * metrics.dpt + self.node * metrics.npt + self.peak * metrics.peak_traffic
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dictionary, ready for JSON."""
+        return asdict(self)

@@ -1,0 +1,134 @@
+"""One layer's placement problem: token sets as weighted hyperedges, and the devices to put experts on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.profile.coactivation import coactivation_counts, jaccard
+from coterie.profile.load import expert_load
+from coterie.topology import Topology
+from coterie.trace.routing_trace import ALL_TOKENS, RoutingTrace, TokenSelector
+
+NO_EXPERT = -1
+NUM_WINDOWS = 4
+WINDOW_TOKENS = 256
+SEARCH_TOKENS = 32_768
+
+
+@dataclass(frozen=True)
+class LayerProblem:
+    """What a placement method may look at.
+
+    Experts are the vertices of a hypergraph; each token's set of kept experts is a hyperedge, and equal
+    sets are merged into one with a multiplicity (algorithms §2).
+
+    Attributes:
+        sets_UK: [U, K] int32, the experts of each distinct set of a window in rising order, then NO_EXPERT.
+        multiplicity_U: [U] int64, tokens with this set.
+        window_U: [U] int32, the window the tokens are from, 0 .. W-1.
+        num_tokens: tokens in the sets (those that keep no expert included).
+        load_E: [E] int64, token-expert pairs of each expert.
+        coactivation_EE: [E, E] int64, tokens that chose both; the diagonal is the load.
+        topology: devices, nodes and link costs.
+        slots_G: [G] int64, experts each device must hold.
+        num_groups: expert groups of group-limited routing that must stay whole; 1: no such restriction.
+        routing_groups: expert groups of the model's router, for methods that only look at them (EPLB).
+    """
+
+    sets_UK: NDArray[np.int32]
+    multiplicity_U: NDArray[np.int64]
+    window_U: NDArray[np.int32]
+    num_tokens: int
+    load_E: NDArray[np.int64]
+    coactivation_EE: NDArray[np.int64]
+    topology: Topology
+    slots_G: NDArray[np.int64]
+    num_groups: int = 1
+    routing_groups: int = 1
+
+    @property
+    def num_experts(self) -> int:
+        """Experts, E."""
+        return int(self.load_E.size)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices, G."""
+        return int(self.slots_G.size)
+
+    @cached_property
+    def jaccard_EE(self) -> NDArray[np.float64]:
+        """Co-activation probability p_ij of CAP §IV, [E, E], zero on the diagonal."""
+        return jaccard(self.coactivation_EE)
+
+
+def build_problem(
+    trace: RoutingTrace,
+    layer: int,
+    topology: Topology,
+    tokens: TokenSelector = ALL_TOKENS,
+    keep_groups: bool = False,
+) -> LayerProblem:
+    """The placement problem of MoE layer `layer` on the selected tokens.
+
+    Loads and co-activation count every token; the sets come from at most SEARCH_TOKENS evenly spaced ones, in
+    NUM_WINDOWS windows of consecutive tokens (fewer when there are few tokens).
+
+    Raises:
+        InfeasiblePlacement: when the experts do not fit the topology.
+    """
+    routing = trace.layer(layer, tokens)
+    num_experts = trace.spec.num_experts
+    ids_TK, kept_TK = routing.expert_ids_TK, routing.kept_TK
+    stride = -(-len(ids_TK) // SEARCH_TOKENS)
+    cuts = windows(len(ids_TK), NUM_WINDOWS)
+    parts = [
+        merge_sets(ids_TK[cut][::stride], None if kept_TK is None else kept_TK[cut][::stride], num_experts)
+        for cut in cuts
+    ]
+    return LayerProblem(
+        np.concatenate([sets for sets, _ in parts]),
+        np.concatenate([multiplicity for _, multiplicity in parts]),
+        np.repeat(np.arange(len(parts), dtype=np.int32), [len(sets) for sets, _ in parts]),
+        sum(len(ids_TK[cut][::stride]) for cut in cuts),
+        expert_load(ids_TK, kept_TK, num_experts),
+        coactivation_counts(ids_TK, kept_TK, num_experts),
+        topology,
+        topology.slots(num_experts),
+        trace.spec.num_groups if keep_groups else 1,
+        trace.spec.num_groups,
+    )
+
+
+def windows(num_tokens: int, most: int) -> list[slice]:
+    """Consecutive windows of equal size (to one token) that cover the tokens; at least WINDOW_TOKENS in each."""
+    count = max(1, min(most, num_tokens // WINDOW_TOKENS))
+    ends = np.linspace(0, num_tokens, count + 1).round().astype(int)
+    return [slice(int(start), int(end)) for start, end in pairwise(ends)]
+
+
+def merge_sets(
+    ids_TK: NDArray[Any], kept_TK: NDArray[np.bool_] | None, num_experts: int
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Distinct sets of kept experts and how many tokens have each; tokens that keep none are left out.
+
+    Returns:
+        sets_UK [U, K] int32 in rising order then NO_EXPERT, and multiplicity_U [U] int64.
+    """
+    dtype = np.uint8 if num_experts < 2**8 else np.uint16 if num_experts < 2**16 else np.uint32
+    ids = ids_TK.astype(dtype)
+    if kept_TK is not None:
+        ids[~kept_TK] = num_experts  # sorts last, and marks the end
+    ids.sort(axis=1)
+    rows = np.ascontiguousarray(ids).view(np.dtype((np.void, ids.shape[1] * ids.itemsize))).ravel()
+    _, first, counts = np.unique(rows, return_index=True, return_counts=True)
+    sets = ids[first].astype(np.int32)
+    sets[sets == num_experts] = NO_EXPERT
+    some = sets[:, 0] != NO_EXPERT
+    return np.ascontiguousarray(sets[some]), counts[some].astype(np.int64)
