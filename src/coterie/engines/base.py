@@ -21,6 +21,7 @@ class Exporter(Protocol):
         name: what users call it on the command line.
         title: what to call it in messages.
         suffixes: endings the engine expects of the file's name; empty when it does not care.
+        reads_yaml: whether the engine reads YAML, and with it JSON; else it reads JSON only.
         even_ranks: whether the engine gives every rank the same number of slots.
         min_devices: fewer ranks than this and the engine ignores or refuses the file.
         needs_layer_ids: whether the file names layers by their place in the whole model.
@@ -30,6 +31,7 @@ class Exporter(Protocol):
     name: str
     title: str
     suffixes: tuple[str, ...]
+    reads_yaml: bool
     even_ranks: bool
     min_devices: int
     needs_layer_ids: bool

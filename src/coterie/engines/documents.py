@@ -11,13 +11,18 @@ from coterie.files import parse_json
 _MAX_DEPTH = 8  # the deepest map, vllm-ascend's, nests 6 levels
 
 
+def is_json(text: str) -> bool:
+    """Whether a text that should be JSON or YAML is read as JSON."""
+    return text.lstrip()[:1] in ("{", "[")
+
+
 def parse_document(text: str, source: str | Path) -> Any:
     """The JSON or YAML value in `text`; what begins with a brace or bracket is read as JSON.
 
     Raises:
         InfeasiblePlacement: when the text is neither, or uses what no map needs.
     """
-    if text.lstrip()[:1] in ("{", "["):
+    if is_json(text):
         return parse_json(text, source, InfeasiblePlacement, strict=True)
     return _parse_yaml(text, source)
 

@@ -28,6 +28,7 @@ class PlainJsonExporter:
     name = "json"
     title = "the plain JSON map"
     suffixes: tuple[str, ...] = ()
+    reads_yaml = False
     even_ranks = False
     min_devices = 1
     needs_layer_ids = False

@@ -31,6 +31,7 @@ class SGLangExporter:
     name = "sglang"
     title = "SGLang"
     suffixes: tuple[str, ...] = (".json",)
+    reads_yaml = False
     even_ranks = True
     min_devices = 1
     needs_layer_ids = True
@@ -75,7 +76,7 @@ class SGLangExporter:
     def read(self, document: Any) -> EngineFile:
         """Row i is model layer i."""
         file = EngineFile()
-        extra = sorted(set(document) - {_KEY})
+        extra = [key for key in document if key != _KEY]
         if extra:
             file.problems.append(f"it has the key {brief(extra[0])}; SGLang stops at any key but {_KEY}")
         rows = document[_KEY]

@@ -33,6 +33,7 @@ class TensorRTLLMExporter:
     name = "tensorrt-llm"
     title = "TensorRT-LLM"
     suffixes: tuple[str, ...] = ()
+    reads_yaml = True
     even_ranks = True
     min_devices = 2
     needs_layer_ids = True

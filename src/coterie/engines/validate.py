@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.engines.base import find_problems
-from coterie.engines.documents import parse_document
+from coterie.engines.documents import is_json, parse_document
 from coterie.engines.maps import EngineFile, LayerRow, brief, expert_list, map_problems
 from coterie.engines.registry import EXPORTERS
 from coterie.errors import ConfigError, CoterieError, InfeasiblePlacement
@@ -61,7 +61,8 @@ def validate(path: str | Path, spec: MoESpec | None = None, topology: Topology |
         InfeasiblePlacement: when the file cannot be read or is none of the known formats.
     """
     path = Path(path)
-    document = parse_document(read_text(path, InfeasiblePlacement), path)
+    text = read_text(path, InfeasiblePlacement)
+    document = parse_document(text, path)
     num_devices = topology.num_devices if topology else None
     if isinstance(document, dict) and document.get("kind") == KIND:
         file, problems = _check_placement(path, document, spec, num_devices)
@@ -72,6 +73,10 @@ def validate(path: str | Path, spec: MoESpec | None = None, topology: Topology |
             f"{path} is no placement and no map of a known engine ({', '.join(EXPORTERS)}); it holds {_what(document)}"
         )
     file, problems = find_problems(exporter, document, spec, num_devices)
+    if not (exporter.reads_yaml or is_json(text)):
+        problems.insert(0, f"it is YAML; {exporter.title} reads JSON only")
+    if exporter.suffixes and path.suffix not in exporter.suffixes:
+        file.notes.append(f"{exporter.title} reads it only under a name that ends in {' or '.join(exporter.suffixes)}")
     return _report(path, exporter.name, file, problems, spec, num_devices)
 
 

@@ -30,6 +30,7 @@ class VllmAscendExporter:
     name = "vllm-ascend"
     title = "vllm-ascend"
     suffixes: tuple[str, ...] = ()
+    reads_yaml = False
     even_ranks = True
     min_devices = 2
     needs_layer_ids = False
