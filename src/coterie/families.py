@@ -263,7 +263,7 @@ def _refuse_unknown_layout(config: Config, name: str) -> None:
     """Raise when an unknown architecture may have dense layers that no known key tells of."""
     layer_types = config.get("layer_types")
     attention = isinstance(layer_types, list) and all(str(kind).endswith("attention") for kind in layer_types)
-    words = {key: re.sub("layer_?norm", "", key.lower()) for key in config if config[key] is not None}
+    words = {key: re.sub("layer_?norm", "", str(key).lower()) for key in config if config[key] is not None}
     strange = [key for key, word in words.items() if key not in _KNOWN_LAYOUT_KEYS and _LAYOUT_LIKE.search(word)]
     if layer_types is not None and not attention:
         strange.append("layer_types")

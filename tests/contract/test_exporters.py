@@ -63,6 +63,9 @@ def test_a_config_can_say_where_the_layers_are(exporter: Exporter, tmp_path: Pat
             export_file(exporter, _placement(UNPLACED), path)
     else:
         export_file(exporter, _placement(UNPLACED), path)
+    if exporter.needs_model_layers:
+        with pytest.raises(InfeasiblePlacement, match="a row for dense layers"):
+            export_file(exporter, _placement(replace(SPEC, num_model_layers=0)), path)
     dense_free = replace(UNPLACED, num_model_layers=5)
     export_file(exporter, _placement(dense_free), path)
     assert validate(path, replace(dense_free, layer_ids=(0, 1, 2, 3, 4))).valid

@@ -1,7 +1,5 @@
 """Texts from anywhere become plain data or one clear error."""
 
-import time
-
 import pytest
 
 from coterie.engines.documents import parse_document
@@ -43,9 +41,7 @@ def test_json_and_yaml_give_the_same() -> None:
     ],
 )
 def test_what_is_refused(text: str, message: str) -> None:
-    started = time.monotonic()
     with pytest.raises(InfeasiblePlacement, match=message) as caught:
         parse_document(text, "m.yaml")
     assert str(caught.value).startswith("m.yaml is truncated or no JSON")
     assert "\n" not in str(caught.value)
-    assert time.monotonic() - started < 60  # a bomb would take hours
