@@ -1,14 +1,18 @@
-"""Output files that exist whole or not at all."""
+"""Output files that exist whole or not at all, and small input files that are never trusted."""
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NoReturn
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, CoterieError
+
+MAX_TEXT_BYTES = 64 * 2**20
 
 
 @contextmanager
@@ -48,3 +52,61 @@ def write_text(path: Path, text: str) -> None:
     """Write `text` as UTF-8 to `path`, whole or not at all."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def read_text(path: Path, error: type[CoterieError]) -> str:
+    """The UTF-8 text of a small file (placements, maps, configs), never more than `MAX_TEXT_BYTES` of it.
+
+    Args:
+        path: the file.
+        error: what to raise.
+
+    Raises:
+        CoterieError: the given `error`, when the file is missing, unreadable, too large or no text.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_TEXT_BYTES + 1)
+    except FileNotFoundError:
+        raise error(f"{path} does not exist; check the path") from None
+    except (OSError, ValueError) as reason:  # ValueError: a NUL in the path
+        raise error(f"cannot read {path}: {getattr(reason, 'strerror', None) or reason}") from reason
+    if len(data) > MAX_TEXT_BYTES:
+        raise error(f"{path} is larger than {MAX_TEXT_BYTES // 2**20} MiB; it is no placement, map or config")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as reason:
+        raise error(f"{path} is no UTF-8 text (byte {reason.start}); check the path") from None
+
+
+def parse_json(text: str, source: str | Path, error: type[CoterieError], *, strict: bool = False) -> Any:
+    """The JSON value in `text`.
+
+    Args:
+        text: the JSON.
+        source: what to call it in messages.
+        error: what to raise.
+        strict: also refuse NaN, infinities and a key that is written twice, where the last would silently win.
+
+    Raises:
+        CoterieError: the given `error`, when the text is truncated, no JSON, or nested too deeply.
+    """
+    try:
+        if strict:
+            return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_unique_keys)
+        return json.loads(text)
+    except (ValueError, RecursionError) as reason:
+        raise error(f"{source} is truncated or no JSON ({reason}); write it again") from reason
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} is written twice")
+    return values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -45,6 +46,23 @@ class MoESpec:
             raise ConfigError(f"num_experts = {self.num_experts} is not divisible by num_groups = {self.num_groups}")
         if self.layer_ids and len(self.layer_ids) != self.num_layers:
             raise ConfigError(f"{len(self.layer_ids)} layer_ids for num_layers = {self.num_layers}; give one for each")
+        if self.topk_groups > self.num_groups:
+            raise ConfigError(f"topk_groups = {self.topk_groups} is more than num_groups = {self.num_groups}")
+        if self.num_model_layers and self.num_model_layers < self.num_layers:
+            raise ConfigError(
+                f"num_model_layers = {self.num_model_layers} is less than num_layers = {self.num_layers}; "
+                "it counts MoE and dense layers, and is 0 when unknown"
+            )
+        self._check_layer_ids()
+
+    def _check_layer_ids(self) -> None:
+        ids, limit = self.layer_ids, self.num_model_layers
+        if any(later <= earlier for earlier, later in itertools.pairwise(ids)) or (ids and ids[0] < 0):
+            raise ConfigError("layer_ids in the model's spec must be rising indices from 0")
+        if ids and limit and ids[-1] >= limit:
+            raise ConfigError(
+                f"layer_ids reaches {ids[-1]} in a model of {limit} layers; they run from 0 to {limit - 1}"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """A plain dictionary, ready for JSON."""

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 import coterie
+from coterie.cli import export
 from coterie.errors import CoterieError
 
 # click's own class; newer typer carries its copy of click under a private name
@@ -37,6 +38,10 @@ def _options(
     ] = False,
 ) -> None:
     """Where experts live and what a token may skip, decided from routing traces."""
+
+
+app.command("export")(export.export)
+app.command("validate")(export.validate)
 
 
 def main() -> None:

@@ -1,1 +1,1 @@
-"""What serving engines accept: placement files and the launch flags that go with them."""
+"""What serving engines read: each format written, read back by the engine's own rule, and checked."""

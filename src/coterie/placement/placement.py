@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from coterie.errors import ConfigError, InfeasiblePlacement
-from coterie.files import write_text
+from coterie.files import parse_json, read_text, write_text
 from coterie.spec import MoESpec
 from coterie.topology import Topology
 
@@ -150,14 +150,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         InfeasiblePlacement: when there is no such file or it holds no JSON object.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InfeasiblePlacement(f"{path} does not exist; check the path") from None
-    except OSError as error:
-        raise InfeasiblePlacement(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise InfeasiblePlacement(f"{path} is truncated or no JSON ({error}); write it again") from error
+    data = parse_json(read_text(path, InfeasiblePlacement), path, InfeasiblePlacement)
     if not isinstance(data, dict):
         raise InfeasiblePlacement(f"{path} holds no JSON object; a placement is one")
     return data
@@ -174,9 +167,9 @@ def integer_rows(rows: Any) -> NDArray[np.int64]:
     lengths = {len(row) for row in rows}
     if len(lengths) > 1:
         raise InfeasiblePlacement(f"the map's layers have {min(lengths)} to {max(lengths)} slots; make them equal")
-    bad = next((item for row in rows for item in row if not isinstance(item, int) or isinstance(item, bool)), None)
-    if bad is not None or any(abs(item) >= 2**31 for row in rows for item in row):
-        raise InfeasiblePlacement(f"the map holds {bad!r}, which is no expert id; ids are integers >= 0")
+    for item in (item for row in rows for item in row):
+        if not isinstance(item, int) or isinstance(item, bool) or abs(item) >= 2**31:
+            raise InfeasiblePlacement(f"the map holds {item!r}, which is no expert id; ids are integers >= 0")
     return np.asarray(rows, dtype=np.int64)
 
 
