@@ -74,10 +74,7 @@ def _fit_p(
 ) -> Rule:
     """The least p, in ten-thousandths, that reaches the target peak."""
     assert choice.peak is not None
-    fitted = _weakest(lambda n: rule(n / THRESHOLD_STEPS), THRESHOLD_STEPS, routed, tokens, choice.peak, progress)
-    if fitted is None:
-        raise ConfigError(f"{choice.name} cannot bring the peak down to {choice.peak:g}; ask for a higher peak")
-    return fitted
+    return weakest(lambda n: rule(n / THRESHOLD_STEPS), THRESHOLD_STEPS, routed, tokens, choice.peak, progress)
 
 
 def _fit_priced(choice: RuleChoice, routed: RoutedTrace, tokens: TokenSelector, progress: Progress) -> Priced:
@@ -88,36 +85,50 @@ def _fit_priced(choice: RuleChoice, routed: RoutedTrace, tokens: TokenSelector, 
     peak = choice.peak if choice.p is None else float(peaks(routed, Cap(choice.p), tokens).mean())
     assert peak is not None
     theta_NLG = theta_at_levels(routed, tokens, progress)
-    fitted = _weakest(lambda n: Priced(theta_NLG[LEVELS - n], choice.floor), LEVELS + 1, routed, tokens, peak, progress)
-    if fitted is None:
-        raise ConfigError(
-            f"with a floor of {choice.floor:g} the peak stays above {peak:g}; lower the floor or ask for a higher peak"
-        )
-    return fitted
+    return weakest(lambda n: Priced(theta_NLG[LEVELS - n], choice.floor), LEVELS + 1, routed, tokens, peak, progress)
 
 
-def _weakest(
+def weakest(
     rule_at: Callable[[int], Rule],
     strengths: int,
     routed: RoutedTrace,
     tokens: TokenSelector,
     target: float,
-    progress: Progress,
-) -> Rule | None:
-    """The rule of least strength 0 .. strengths-1 whose mean peak is within the target, or None; by bisection."""
+    progress: Progress = silent,
+) -> Rule:
+    """The rule of least strength whose remote peak traffic is within the target, by bisection.
+
+    Args:
+        rule_at: the rule of each strength, 0 .. strengths - 1, the last the strongest.
+        strengths: how many there are.
+        routed: the trace and its devices.
+        tokens: what to measure on.
+        target: remote visits per token to the busiest device, mean over layers.
+        progress: told of every measurement.
+
+    Raises:
+        ConfigError: when the strongest rule leaves a higher peak.
+    """
     tries = (strengths - 1).bit_length() + 1
 
-    def meets(strength: int, done: int) -> bool:
+    def peak_at(strength: int, done: int) -> float:
         peak = float(peaks(routed, rule_at(strength), tokens).mean())
         progress("meeting the target peak", done, tries)
-        return peak <= target + 1e-12  # a mean over layers is rounded
+        return peak
 
+    limit = target + 1e-12  # a mean over layers is rounded
     low, high, done = 0, strengths - 1, 1
-    if not meets(high, done):
-        return None
+    strongest = peak_at(high, done)
+    if strongest > limit:
+        rule = rule_at(high)
+        remedy = " or lower the floor" if isinstance(rule, Priced) else ", or use the rule priced"
+        raise ConfigError(
+            f"rule {rule.name} cannot bring the remote peak traffic down to {target:g}: "
+            f"{strongest:.4f} is left at its strongest; ask for a higher peak{remedy}"
+        )
     while low < high:
         middle, done = (low + high) // 2, done + 1
-        low, high = (low, middle) if meets(middle, done) else (middle + 1, high)
+        low, high = (low, middle) if peak_at(middle, done) <= limit else (middle + 1, high)
     return rule_at(high)
 
 

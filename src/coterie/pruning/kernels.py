@@ -55,13 +55,10 @@ def _destinations(
 
 
 @njit(cache=True, nogil=True)
-def _comes_first(i: int, j: int, home: int, dev_D: Any, a_D: Any, c_D: Any) -> bool:
-    """Whether destination i is kept before j: home, then falling a/c, then lower cost, then lower device."""
-    if dev_D[i] == home or dev_D[j] == home:
-        return bool(dev_D[i] == home)
-    ratio_i, ratio_j = a_D[i] / c_D[i], a_D[j] / c_D[j]
-    if ratio_i != ratio_j:
-        return bool(ratio_i > ratio_j)
+def _comes_first(i: int, j: int, ratio_D: Any, dev_D: Any, c_D: Any) -> bool:
+    """Whether destination i is kept before j: falling a/c, then lower cost, then lower device."""
+    if ratio_D[i] != ratio_D[j]:
+        return bool(ratio_D[i] > ratio_D[j])
     if c_D[i] != c_D[j]:
         return bool(c_D[i] < c_D[j])
     return bool(dev_D[i] < dev_D[j])
@@ -78,10 +75,12 @@ def _goes_first(i: int, j: int, dev_D: Any, a_D: Any, c_D: Any) -> bool:
 
 
 @njit(cache=True, nogil=True)
-def _order_to_keep(count: int, home: int, dev_D: Any, a_D: Any, c_D: Any, order_D: Any) -> None:
+def _order_to_keep(count: int, home: int, dev_D: Any, a_D: Any, c_D: Any, ratio_D: Any, order_D: Any) -> None:
+    """Fill `order_D` with the destinations, home first."""
     for n in range(count):
+        ratio_D[n] = np.inf if dev_D[n] == home else a_D[n] / c_D[n]
         m = n
-        while m > 0 and _comes_first(n, order_D[m - 1], home, dev_D, a_D, c_D):
+        while m > 0 and _comes_first(n, order_D[m - 1], ratio_D, dev_D, c_D):
             order_D[m] = order_D[m - 1]
             m -= 1
         order_D[m] = n
@@ -89,6 +88,7 @@ def _order_to_keep(count: int, home: int, dev_D: Any, a_D: Any, c_D: Any, order_
 
 @njit(cache=True, nogil=True)
 def _order_to_drop(count: int, dev_D: Any, a_D: Any, c_D: Any, order_D: Any) -> None:
+    """Fill `order_D` with the destinations, the first to be tried for dropping first."""
     for n in range(count):
         m = n
         while m > 0 and _goes_first(n, order_D[m - 1], dev_D, a_D, c_D):
@@ -115,26 +115,30 @@ def cap_tokens(
     """CAP's rule for each token; 0 < p < 1. See `destinations.Cap`."""
     num_tokens, top_k = before_TK.shape
     after_TK = np.empty((num_tokens, top_k), np.bool_)
-    share_K, a_D, c_D = np.empty(top_k), np.empty(top_k), np.empty(top_k)
+    share_K, a_D, c_D, ratio_D = np.empty(top_k), np.empty(top_k), np.empty(top_k), np.empty(top_k)
     dev_D, order_D, keep_D = np.empty(top_k, np.int64), np.empty(top_k, np.int64), np.empty(top_k, np.bool_)
     need = 1.0 - p
     for t in range(num_tokens):
         home = home_T[t]
         _shares(weight_TK[t], before_TK[t], share_K)
         count = _destinations(device_TK[t], share_K, before_TK[t], home, cost_GG, dev_D, a_D, c_D)
-        _order_to_keep(count, home, dev_D, a_D, c_D, order_D)
+        _order_to_keep(count, home, dev_D, a_D, c_D, ratio_D, order_D)
         kept = 0.0
         for n in range(count):
             d = order_D[n]
             keep_D[d] = dev_D[d] == home or kept < need
             if keep_D[d]:
                 kept += a_D[d]
-        _order_to_drop(count, dev_D, a_D, c_D, order_D)
-        for n in range(count):
-            d = order_D[n]
-            if keep_D[d] and dev_D[d] != home and kept - a_D[d] >= need - TOLERANCE:
-                keep_D[d] = False
-                kept -= a_D[d]
+        droppable = False
+        for d in range(count):
+            droppable |= keep_D[d] and dev_D[d] != home and kept - a_D[d] >= need - TOLERANCE
+        if droppable:
+            _order_to_drop(count, dev_D, a_D, c_D, order_D)
+            for n in range(count):
+                d = order_D[n]
+                if keep_D[d] and dev_D[d] != home and kept - a_D[d] >= need - TOLERANCE:
+                    keep_D[d] = False
+                    kept -= a_D[d]
         _write_kept(device_TK[t], before_TK[t], count, dev_D, keep_D, after_TK[t])
     return after_TK
 
@@ -146,7 +150,7 @@ def priced_tokens(
     """The priced rule for each token. See `destinations.Priced`."""
     num_tokens, top_k = before_TK.shape
     after_TK = np.empty((num_tokens, top_k), np.bool_)
-    share_K, a_D, c_D = np.empty(top_k), np.empty(top_k), np.empty(top_k)
+    share_K, a_D, c_D, ratio_D = np.empty(top_k), np.empty(top_k), np.empty(top_k), np.empty(top_k)
     dev_D, order_D, keep_D = np.empty(top_k, np.int64), np.empty(top_k, np.int64), np.empty(top_k, np.bool_)
     for t in range(num_tokens):
         home = home_T[t]
@@ -158,7 +162,7 @@ def priced_tokens(
             if keep_D[d]:
                 kept += a_D[d]
         if kept < floor:
-            _order_to_keep(count, home, dev_D, a_D, c_D, order_D)
+            _order_to_keep(count, home, dev_D, a_D, c_D, ratio_D, order_D)
             for n in range(count):
                 d = order_D[n]
                 if not keep_D[d] and kept < floor:

@@ -61,10 +61,14 @@ def _quantiles(a_V: NDArray[np.float64], cost_H: NDArray[np.float64], num_tokens
     costs, counts = np.unique(cost_H, return_counts=True)
     keys = np.concatenate([a_V / cost for cost in costs]) if costs.size else np.empty(0)
     expected = np.repeat(counts / (cost_H.size + 1), a_V.size)  # visits that one key stands for
-    order = np.argsort(-keys, kind="stable")
+    order = np.argsort(-keys)
     keys, total = keys[order], np.cumsum(expected[order])
     last_of_tie = np.append(keys[1:] != keys[:-1], True)[: keys.size]
     steps, reached = keys[last_of_tie], total[last_of_tie]
     admitted = np.searchsorted(reached, np.arange(LEVELS + 1) / LEVELS * num_tokens, side="right")
     bounds = np.concatenate([[_NEVER], steps, [0.0]])
-    return np.where(admitted == steps.size, 0.0, (bounds[admitted] + bounds[admitted + 1]) / 2)
+    theta_N = (bounds[admitted] + bounds[admitted + 1]) / 2
+    theta_N[admitted == 0] = _NEVER
+    theta_N[admitted == steps.size] = 0.0
+    theta_N[0] = _NEVER
+    return theta_N
