@@ -67,7 +67,7 @@ def _quantiles(a_V: NDArray[np.float64], cost_H: NDArray[np.float64], num_tokens
     steps, reached = keys[last_of_tie], total[last_of_tie]
     admitted = np.searchsorted(reached, np.arange(LEVELS + 1) / LEVELS * num_tokens, side="right")
     bounds = np.concatenate([[_NEVER], steps, [0.0]])
-    theta_N = (bounds[admitted] + bounds[admitted + 1]) / 2
+    theta_N: NDArray[np.float64] = (bounds[admitted] + bounds[admitted + 1]) / 2
     theta_N[admitted == 0] = _NEVER
     theta_N[admitted == steps.size] = 0.0
     theta_N[0] = _NEVER

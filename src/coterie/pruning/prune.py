@@ -114,7 +114,7 @@ def pruning_provenance(
     asked = {"asked_p": choice.p} if choice.p is not None else {"asked_peak": choice.peak}
     return {
         **rule.describe(), **asked, "topology": topology.to_json(), "placement": placement,
-        "coterie_version": coterie.__version__, **earlier,
+        "coterie": coterie.__version__, **earlier,
     }  # fmt: skip
 
 

@@ -91,7 +91,7 @@ def test_the_file_holds_the_same_and_remembers_how(choice: RuleChoice, tmp_path:
     assert pruned.provenance["source"] == "test"
     assert remembered["rule"] == choice.name
     assert remembered["placement"] == "mine.json"
-    assert remembered["coterie_version"] == coterie.__version__
+    assert remembered["coterie"] == coterie.__version__
     assert Topology.from_json(remembered["topology"]) == DEVICES
     if choice.name == "priced":
         assert np.shape(remembered["theta"]) == (2, 4)
