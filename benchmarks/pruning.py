@@ -6,9 +6,9 @@ in one of the two. Everything is fitted on the earlier half of the sequences and
 over layers. Where two rules are compared at equal held-out peak, only the level of traffic is chosen on the held-out
 half (to 1/4096 of the tokens); the shape of the prices still comes from the earlier half.
 
-    python benchmarks/pruning.py [TRACE ...] [--topology 8] [--placement FILE ...]
+    python benchmarks/pruning.py [TRACE ...] [--topology 8] [--method coterie | --placement FILE ...]
 
-One placement file for each trace, in the same order; without any, experts are placed in order (linear).
+Experts are placed by a method, also on the earlier half, or by one placement file for each trace.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from typing import Any
 
 import numpy as np
 
+from coterie.placement.driver import place, prepare
 from coterie.placement.placement import Placement
 from coterie.pruning.destinations import Cap, Naive, Priced, PruningRule
 from coterie.pruning.fitting import RuleChoice, weakest
 from coterie.pruning.prices import LEVELS, theta_at_levels
 from coterie.pruning.prune import prune_trace
 from coterie.pruning.report import PartReport
-from coterie.pruning.routed import RoutedTrace, linear_devices, peaks
+from coterie.pruning.routed import RoutedTrace, peaks
 from coterie.pruning.traffic import kept_weight
 from coterie.topology import Topology
 from coterie.trace.routing_trace import RoutingTrace, TokenSelector
@@ -39,10 +40,10 @@ PRICED_LOSS_LIMIT = 0.6
 HELDOUT = 0.5
 
 
-def place(trace: RoutingTrace, topology: Topology, file: str | None) -> tuple[str, np.ndarray]:
-    """A placement's name and the device of every expert, [L, E]: from a file, or in order."""
+def devices(trace: RoutingTrace, topology: Topology, method: str, file: str | None) -> tuple[str, np.ndarray]:
+    """A placement's name and the device of every expert, [L, E]: from a file, or fitted on the earlier half."""
     if file is None:
-        return "linear", linear_devices(trace.spec, topology)
+        return method, place(prepare(trace, topology), method, heldout=HELDOUT).device_of_expert()
     placed = Placement.load(file)
     placed.require_model(trace.spec, "the trace")
     return Path(file).name, placed.device_of_expert()
@@ -137,6 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", nargs="*", default=["dsv2lite-law", "dsv2lite-intent"])
     parser.add_argument("--topology", default="8")
+    parser.add_argument("--method", default="coterie", help="how experts are placed, without --placement")
     parser.add_argument("--placement", nargs="*", default=[])
     options = parser.parse_args()
     if options.placement and len(options.placement) != len(options.traces):
@@ -145,7 +147,7 @@ def main() -> None:
     results = {}
     for name, file in zip(options.traces, options.placement or [None] * len(options.traces), strict=True):
         trace = open_trace(name)
-        placement, device_LE = place(trace, topology, file)
+        placement, device_LE = devices(trace, topology, options.method, file)
         results[name] = {"placement": placement, **measure(trace, device_LE, topology)}
         show(name, placement, results[name])
     print(json.dumps({"benchmark": "pruning", "topology": topology.to_json(), "traces": results}))
