@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import coterie
-from coterie.cli import export
+from coterie.cli import export, trace_prune
 from coterie.errors import CoterieError
 
 # click's own class; newer typer carries its copy of click under a private name
@@ -42,6 +42,7 @@ def _options(
 
 app.command("export")(export.export)
 app.command("validate")(export.validate)
+trace.command("prune")(trace_prune.trace_prune)
 
 
 def main() -> None:
