@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -110,3 +111,33 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"the key {twice!r} is written twice")
     return values
+
+
+@contextmanager
+def replacing_folder(path: Path, mark: str) -> Iterator[Path]:
+    """A temporary folder beside `path` that takes its place when the block ends well.
+
+    A folder that is there already is only replaced if it is empty or holds a file named `mark`, which says that
+    the same command wrote it.
+
+    Raises:
+        ConfigError: when `path` is something else, or cannot be written.
+    """
+    path = Path(path)
+    if path.exists() and not (path.is_dir() and ((path / mark).is_file() or not any(path.iterdir()))):
+        raise ConfigError(f"{path} exists and was not written by this command; name a new folder")
+    try:
+        temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial"))
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; choose a folder that exists") from error
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        if path.exists():
+            shutil.rmtree(path)
+        temporary.rename(path)
+    except OSError as error:
+        reason = f"{error.strerror or error}; free some space or choose another folder"
+        raise ConfigError(f"cannot write {path}: {reason}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

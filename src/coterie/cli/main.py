@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import coterie
-from coterie.cli import export, trace_prune
+from coterie.cli import export, place, trace_prune
 from coterie.errors import CoterieError
 
 # click's own class; newer typer carries its copy of click under a private name
@@ -40,6 +40,8 @@ def _options(
     """Where experts live and what a token may skip, decided from routing traces."""
 
 
+app.command("compare")(place.compare)
+app.command("place")(place.place)
 app.command("export")(export.export)
 app.command("validate")(export.validate)
 trace.command("prune")(trace_prune.trace_prune)

@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 
 import coterie
 from coterie.errors import ConfigError, InfeasiblePlacement
-from coterie.placement.candidates import Candidates, Setting, measure_candidates, propose
+from coterie.placement.candidates import Candidates, Measured, Setting, measure_candidates, propose
 from coterie.placement.groups import has_freedom
 from coterie.placement.metrics import LayerMetrics, average, measure, summarise
 from coterie.placement.objective import Objective
-from coterie.placement.path import Path
 from coterie.placement.placement import Placement
 from coterie.progress import Progress, silent
 from coterie.topology import Topology
@@ -144,7 +143,7 @@ def choose(
     if balance is None:
         reference = propose(setting, "cap", inner.first)
         cap = average(measure_candidates(setting, reference, inner.second).at(reference.path.choice(0)))
-        point = _default_point(setting.objective, trial.path, validation, cap)
+        point = _default_point(setting.objective, trial, validation, cap)
     else:
         point = _first_within(balances, balance, method)
     price = float(trial.path.price_S[point - 1]) if point else -np.inf
@@ -166,10 +165,11 @@ def _first_within(balances: NDArray[np.float64], limit: float, method: str) -> i
     return int(within[0])
 
 
-def _default_point(objective: Objective, path: Path, validation: Any, cap: Mapping[str, float]) -> int:
-    """The point with the lowest objective that beats CAP's Algorithm 1 on the validation slice."""
-    means = {name: path.means(validation.values(name)) for name in ("dpt", "npt", "peak_traffic", "balance")}
-    score = path.means(validation.costs(objective)) + objective.balance * means["balance"]
+def _default_point(objective: Objective, trial: Candidates, validation: Measured, cap: Mapping[str, float]) -> int:
+    """The point with the lowest objective among those that beat CAP's Algorithm 1 on the validation slice."""
+    path = trial.path
+    means = {name: path.means(validation.values(name)) for name in ("dpt", "peak_traffic", "balance")}
+    score = path.means(trial.fit.costs(objective)) + objective.balance * path.means(trial.fit.values("balance"))
     balanced = means["balance"] <= cap["balance"]
     lower = (means["dpt"] <= cap["dpt"]) & (means["peak_traffic"] <= cap["peak_traffic"])
     for allowed in (balanced & lower, balanced, np.ones_like(balanced)):

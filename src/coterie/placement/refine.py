@@ -47,7 +47,8 @@ def _refine_in_groups(problem: LayerProblem, objective: Objective, seed: int, nu
         return expanded
 
     def cheapest(part: LayerProblem) -> NDArray[np.int64]:
-        return refine(part, objective, seed, 1)[0]
+        best_E: NDArray[np.int64] = refine(part, objective, seed, 1)[0]
+        return best_E
 
     size = problem.num_experts // problem.num_groups
     start_E = place_in_groups(problem, cheapest, lambda part: algorithm_1(part, seed))

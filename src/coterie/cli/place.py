@@ -1,0 +1,152 @@
+"""`coterie compare` and `coterie place`: placements from a trace, and what they cost."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from coterie.cli.common import JsonOption, SeedOption, emit_json, note, progress, say, table
+
+if TYPE_CHECKING:
+    from coterie.placement.candidates import Setting
+    from coterie.placement.placement import Placement
+    from coterie.progress import Progress
+
+TraceArgument = Annotated[str, typer.Argument(metavar="TRACE", help="A trace, an importable file or a shipped name.")]
+TopologyOption = Annotated[str, typer.Option("--topology", help='"8", "2x4,inter=5" or a YAML file.')]
+FormatOption = Annotated[str | None, typer.Option("--format", help="Format of an imported trace; detected otherwise.")]
+GroupsOption = Annotated[
+    bool | None,
+    typer.Option("--keep-groups/--no-keep-groups", help="Keep router groups whole; on by itself for n_group > 1."),
+]
+COLUMNS = ("dpt", "npt", "balance", "peak_traffic", "remote_peak_traffic")
+HEADERS = ("devices/token", "nodes/token", "B max/mean", "peak traffic", "remote peak")
+
+
+def compare(
+    source: TraceArgument,
+    topology: TopologyOption,
+    heldout: Annotated[float, typer.Option(help="Share of the tokens, the latest sequences, that only measure.")] = 0.5,
+    format_name: FormatOption = None,
+    keep_groups: GroupsOption = None,
+    seed: SeedOption = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare linear, EPLB, CAP and Coterie on the fitting part and on held-out sequences."""
+    from coterie.placement.driver import compare as run
+
+    with progress() as listen:
+        setting = _setting(source, topology, format_name, keep_groups, seed, listen)
+        result = run(setting, heldout)
+    if as_json:
+        emit_json(result)
+    else:
+        show_comparison(result)
+
+
+def show_comparison(result: dict[str, Any]) -> None:
+    """Print a comparison: held-out figures, the same as a share of linear's, and what they were fitted on."""
+    rows, about = result["methods"], result["trace"]
+    lines = []
+    for name, row in rows.items():
+        held = row["heldout"]
+        shares = [f"{held[key] / rows['linear']['heldout'][key]:.2f}x" for key in ("dpt", "peak_traffic")]
+        lines.append([name, *(held[key] for key in COLUMNS), *shares, f"{row['seconds']:.2f} s"])
+    table(
+        ["method", *HEADERS, "devices vs linear", "peak vs linear", "time"],
+        lines,
+        title=f"{about['model']}: fitted on {about['fit_tokens']:,} tokens, "
+        f"measured on {about['heldout_tokens']:,} later ones (by {about['split_by']}); means over layers",
+    )
+
+
+def place(
+    source: TraceArgument,
+    topology: TopologyOption,
+    out: Annotated[Path, typer.Option(help="The placement's JSON file; with --spectrum a folder.")],
+    method: Annotated[str, typer.Option(help="linear, eplb, cap, cap-spectrum or coterie.")] = "coterie",
+    balance: Annotated[float | None, typer.Option(help="Largest B (device load over the mean) wanted.")] = None,
+    spectrum: Annotated[
+        int | None, typer.Option(help="Write so many placements, least traffic to best balance.")
+    ] = None,
+    heldout: Annotated[float, typer.Option(help="Share of the tokens that only measure; 0: fit on all.")] = 0.2,
+    format_name: FormatOption = None,
+    keep_groups: GroupsOption = None,
+    seed: SeedOption = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Decide where experts live, and write it down."""
+    from coterie.errors import ConfigError
+    from coterie.placement import driver
+
+    if spectrum is not None and balance is not None:
+        raise ConfigError("--spectrum and --balance exclude each other: a spectrum holds every balance; give one")
+    with progress() as listen:
+        setting = _setting(source, topology, format_name, keep_groups, seed, listen)
+        if spectrum is None:
+            placements = [driver.place(setting, method, balance, heldout)]
+        else:
+            placements = driver.spectrum(setting, spectrum, method, heldout)
+    if spectrum is None:
+        placements[0].save(out)
+        summary: dict[str, Any] = {"out": str(out), **index_entry(placements[0])}
+    else:
+        summary = save_spectrum(placements, out)
+    if as_json:
+        emit_json(summary)
+    else:
+        show_placements(placements)
+        say(f"wrote {out}")
+
+
+def index_entry(placement: Placement) -> dict[str, Any]:
+    """What is said of one placement: its method and the means over layers of its metrics."""
+    metrics = {
+        part: {key: value for key, value in values.items() if key != "layers"}
+        for part, values in placement.metrics.items()
+    }
+    return {"method": dict(placement.method), "metrics": metrics}
+
+
+def save_spectrum(placements: list[Placement], folder: Path) -> dict[str, Any]:
+    """Write place-0.json ... and index.json to a folder, whole or not at all; returns the index."""
+    from coterie.files import replacing_folder
+
+    names = [f"place-{number}.json" for number in range(len(placements))]
+    entries = [{"file": name, **index_entry(placement)} for name, placement in zip(names, placements, strict=True)]
+    index = {"kind": "coterie.spectrum", "placements": entries}
+    with replacing_folder(folder, "index.json") as temporary:
+        for name, placement in zip(names, placements, strict=True):
+            placement.save(temporary / name)
+        (temporary / "index.json").write_text(json.dumps(index, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return {"out": str(folder), **index}
+
+
+def show_placements(placements: list[Placement]) -> None:
+    """Print the metrics of placements, held-out ones where there are any."""
+    lines = []
+    for number, placement in enumerate(placements):
+        for part, metrics in placement.metrics.items():
+            lines.append([f"{number} {placement.method['name']} ({part})", *(metrics[key] for key in COLUMNS)])
+    table(["placement", *HEADERS], lines, title="means over layers")
+
+
+def _setting(
+    source: str, topology: str, format_name: str | None, keep_groups: bool | None, seed: int, listen: Progress
+) -> Setting:
+    from coterie.placement.driver import prepare
+    from coterie.topology import Topology
+    from coterie.trace.open import open_trace
+
+    parsed = Topology.parse(topology)
+    trace = open_trace(source, format=format_name, progress=listen)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        setting = prepare(trace, parsed, seed=seed, keep_groups=keep_groups, progress=listen)
+    for warning in caught:
+        note(f"warning: {warning.message}")
+    return setting
