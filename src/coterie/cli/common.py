@@ -43,7 +43,8 @@ def progress() -> Iterator[Progress]:
     try:
         yield listen
     finally:
-        bar.stop()
+        if tasks:  # stopping a bar that never showed prints a blank line
+            bar.stop()
 
 
 def emit_json(result: Mapping[str, Any]) -> None:
