@@ -89,6 +89,8 @@ def import_trace(
     found, out = locate(source), Path(out)
     if out.is_dir():
         raise ConfigError(f"cannot write {out}: it is a folder; name a file in it")
+    if not out.parent.is_dir():
+        raise ConfigError(f"cannot write {out}: {out.parent} is no folder; create it or choose another")
     chosen = _importer(found, format)
     if chosen is None:
         trace = _with_spec(RoutingTrace.load(found), found, spec, num_experts)
@@ -146,8 +148,9 @@ def _import_into(
     except TraceError as error:
         raise TraceError(f"{path}: {error}") from error
     except OSError as error:
-        where = folder or tempfile.gettempdir()
-        raise ConfigError(f"cannot import {path} by way of {where}: {error.strerror or error}; set TMPDIR") from error
+        where = folder or f"{tempfile.gettempdir()} (TMPDIR)"
+        reason = f"{error.strerror or error}; it needs a writable folder with space for the trace"
+        raise ConfigError(f"cannot import {path} by way of {where}: {reason}") from error
 
 
 def _import(

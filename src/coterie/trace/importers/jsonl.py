@@ -8,6 +8,7 @@ layers. `token_idx` counts from any start, within each request or over all of th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from coterie.trace.importers.base import MAX_EXPERTS, MAX_LAYERS, Layout, id_dty
 from coterie.trace.importers.lines import head, json_lines, parse
 
 _MAX_LINE_BYTES = 2**20
-_MAX_WEIGHT = 1e30  # well within float32; NaN fails the comparison
+_MAX_WEIGHT = 1e30  # well within float32
 _LINES_AT_ONCE = 2**15
 _LINES_TO_EXPLAIN = 2**22
 
@@ -213,16 +214,15 @@ def _record(number: int, value: Any) -> Record:
     for name in ("layer", "token_idx"):
         if type(value[name]) is not int or not 0 <= value[name] < 2**31:
             raise TraceError(f"line {number}: {name} is {value[name]!r}; it is an integer >= 0")
-    if not isinstance(ids, list) or not ids or any(type(expert) is not int for expert in ids):
+    if not isinstance(ids, list) or not ids or set(map(type, ids)) != {int}:
         raise TraceError(f"line {number}: topk_ids is {ids!r}; it is a list of integers")
     if min(ids) < 0 or max(ids) >= MAX_EXPERTS:
         wrong = min(ids) if min(ids) < 0 else max(ids)
         raise TraceError(f"line {number}: expert id {wrong}; ids run from 0 to {MAX_EXPERTS - 1}: record logical ids")
     if weights is not None:
-        numbers = isinstance(weights, list) and all(type(weight) in (int, float) for weight in weights)
-        if not numbers or len(weights) != len(ids):
+        if not isinstance(weights, list) or len(weights) != len(ids) or not set(map(type, weights)) <= {int, float}:
             raise TraceError(f"line {number}: topk_weights is {weights!r}; it is {len(ids)} numbers, one for each id")
-        if not all(-_MAX_WEIGHT <= weight <= _MAX_WEIGHT for weight in weights):
+        if not -_MAX_WEIGHT <= min(weights) <= max(weights) <= _MAX_WEIGHT or math.isnan(sum(weights)):
             raise TraceError(f"line {number}: topk_weights is {weights!r}; weights are finite numbers >= 0")
     if request is not None and type(request) not in (str, int):
         raise TraceError(f"line {number}: req_id is {request!r}; it is a string or an integer")

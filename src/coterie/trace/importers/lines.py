@@ -56,7 +56,7 @@ def json_lines(
 def parse(text: bytes, what: str) -> Any:
     """The JSON value in `text`, or a TraceError that names `what`."""
     try:
-        return json.loads(text)
+        return json.loads(text.decode())
     except (ValueError, RecursionError) as error:
         raise TraceError(f"{what} is no JSON ({error}); is the file truncated?") from error
 

@@ -52,7 +52,10 @@ class SequenceTracker:
             sequences += [request.sequence] * length
             phases += [PREFILL if decoding is None else DECODE] * length
         padding = len(positions) - len(sequences)
-        return sequences + [self._new_sequence()] * padding, phases + [PREFILL] * padding
+        if padding:
+            sequences += [self._new_sequence()] * padding
+            phases += [PREFILL] * padding
+        return sequences, phases
 
     def _extended(self, start: int, first_in_batch: bool) -> _Request:
         """The request whose prompt is next in an extending batch: a chunk of the last one, or a new one."""
