@@ -9,6 +9,8 @@ import typer
 
 from coterie.cli.common import JsonOption, emit_json, note, progress, say
 
+_WORDS = {"warm_up": "warm-up", "repeated_by_rank": "ranks that repeat another"}
+
 
 def trace_import(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A file or folder, or the name of a shipped trace.")],
@@ -42,6 +44,7 @@ def trace_import(
     weights = "with routing weights" if trace.weights is not None else "without routing weights"
     shape = f"{trace.num_layers} MoE layers, {trace.spec.num_experts} experts, top-{trace.spec.top_k}"
     say(f"{out}: {trace.spec.model}, {trace.num_tokens:,} tokens{sequences}, {shape}, {weights}")
-    say("dropped: " + ", ".join(f"{count:,} rows of {what.replace('_', ' ')}" for what, count in dropped.items()))
+    if dropped:
+        say("dropped: " + ", ".join(f"{count:,} rows of {_WORDS.get(what, what)}" for what, count in dropped.items()))
     for what, why in inferred.items():
         note(f"inferred {what.replace('_', ' ')}: {why}")

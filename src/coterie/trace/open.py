@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -107,6 +108,8 @@ def locate(path: str | Path) -> Path:
         TraceError: when there is neither.
     """
     if Path(path).exists():
+        if not os.access(path, os.R_OK):
+            raise TraceError(f"{path} cannot be read; check its permissions")
         return Path(path)
     if str(path) in data.NAMES:
         return data.path(str(path))

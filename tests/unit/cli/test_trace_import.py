@@ -37,7 +37,7 @@ def test_says_what_it_wrote_dropped_and_inferred(run, source, tmp_path):
     code, stdout, stderr = run(source, "--out", out)
     assert code == 0
     assert "37 tokens, 3 MoE layers, 8 experts, top-2, without routing weights" in stdout
-    assert "dropped: 0 rows of warm up, 3 rows of padding" in stdout
+    assert "dropped: 0 rows of warm-up, 3 rows of padding" in stdout
     assert "inferred num experts: largest id + 1 = 8" in stderr
     assert RoutingTrace.load(out).num_tokens == 37
 

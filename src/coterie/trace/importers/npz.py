@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from coterie.errors import ConfigError, TraceError
 from coterie.progress import Progress
 from coterie.spec import MoESpec
+from coterie.trace.importers.archives import DAMAGE, begins_as_archive, member_names
 from coterie.trace.importers.axes import Axes, find_axes, offsets
 from coterie.trace.importers.base import MAX_EXPERTS, Layout, check_range
 from coterie.trace.importers.zip_members import ZipMembers
@@ -33,21 +34,17 @@ class NpzImporter:
 
     def sniff(self, path: Path) -> bool:
         """A zip archive of .npy members, or the beginning of one that calls itself .npz."""
-        try:
-            with path.open("rb") as file:
-                if file.read(4) != b"PK\x03\x04":
-                    return False
-            with zipfile.ZipFile(path) as archive:
-                return any(name.endswith(".npy") for name in archive.namelist())
-        except (OSError, zipfile.BadZipFile):
-            return path.suffix == ".npz" and path.is_file()
+        if not path.is_file() or not begins_as_archive(path):
+            return False
+        names = member_names(path)
+        return any(name.endswith(".npy") for name in names) or (not names and path.suffix == ".npz")
 
     @contextmanager
     def open(self, path: Path, spec: MoESpec | None) -> Iterator[NpzSource]:
         """Read the members' headers."""
         try:
             archive = zipfile.ZipFile(path)
-        except (OSError, ValueError, zipfile.BadZipFile) as error:
+        except DAMAGE as error:
             raise TraceError(f"it is truncated or no .npz archive ({error}); copy or record it again") from error
         with archive:
             yield _source(ZipMembers(archive), spec)

@@ -264,8 +264,11 @@ def _pass(record: Any, what: str, num_layers: int) -> Pass:
 
 
 def _array(value: Any) -> NDArray[Any] | None:
-    """A tensor's elements, or None when it is no tensor."""
-    return value.detach().numpy() if hasattr(value, "detach") else None
+    """A tensor's elements, or None when it is no tensor, or one of a kind that NumPy does not know."""
+    try:
+        return value.detach().numpy() if hasattr(value, "detach") else None
+    except (TypeError, RuntimeError):
+        return None
 
 
 def _integers(value: Any) -> list[int] | None:

@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from coterie.errors import BackendUnavailable, TraceError
+from coterie.trace.importers.archives import DAMAGE, member_names
 
-ZIP_MAGIC = b"PK\x03\x04"
+_CONFUSED = (AssertionError, LookupError, TypeError, AttributeError, OverflowError)
+"""What torch raises when a damaged file still reads as a pickle, of nonsense."""
 
 
 def is_torch_file(path: Path) -> bool:
     """Whether it is what `torch.save` writes, or begins or calls itself so."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return any(name.endswith("data.pkl") for name in archive.namelist())
-    except (OSError, ValueError, zipfile.BadZipFile):
-        return path.is_file() and path.suffix in (".pt", ".pth")
+    if not path.is_file():
+        return False
+    names = member_names(path)
+    return any(name.endswith("data.pkl") for name in names) or (not names and path.suffix in (".pt", ".pth"))
 
 
 def load_torch_file(path: Path) -> Any:
@@ -46,6 +47,6 @@ def load_torch_file(path: Path) -> Any:
             f"{path.name} holds more than tensors and plain values: refused, since loading it could run code; "
             "use a recording straight from SGLang"
         ) from error
-    except (OSError, EOFError, ValueError, KeyError, RuntimeError, zipfile.BadZipFile) as error:
+    except (*DAMAGE, *_CONFUSED) as error:
         reason = str(error).partition("\n")[0]
         raise TraceError(f"{path.name} is truncated or no .pt file ({reason}); copy or record it again") from error

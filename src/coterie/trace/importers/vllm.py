@@ -11,7 +11,7 @@ import base64
 import binascii
 import io
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,12 +151,11 @@ def _parts(path: Path) -> Iterator[Part]:
 
 def _responses(path: Path) -> Iterator[tuple[str, Any]]:
     """The JSON values in the file, and where each is: one for each line, or one document over many lines."""
-    start = head(path, _SNIFF_BYTES).lstrip()
-    try:
-        parse(start.partition(b"\n")[0], "")
+    start = head(path, _SNIFF_BYTES)
+    by_line = len(start) == _SNIFF_BYTES and b"\n" not in start  # the first line is long: it is a record
+    with suppress(TraceError):
+        parse(start.lstrip().partition(b"\n")[0], "")
         by_line = True
-    except TraceError:
-        by_line = len(start.partition(b"\n")[0]) > _MAX_LINE_BYTES // 16  # a long first line was cut: it is a record
     if by_line:
         yield from ((f"line {number}", value) for number, value in json_lines(path, _MAX_LINE_BYTES))
         return

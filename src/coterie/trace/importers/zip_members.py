@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import zipfile
-import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any
@@ -13,12 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import TraceError
+from coterie.trace.importers.archives import DAMAGE
 from coterie.trace.importers.base import PIECE_BYTES
 from coterie.trace.importers.npy_header import NpyHeader, read_npy_header
 from coterie.units import format_bytes
 
-# RuntimeError: the member is encrypted or packed by a method that is not there.
-DAMAGE = (OSError, EOFError, zlib.error, zipfile.BadZipFile, RuntimeError)
 _MAX_TEXT_BYTES = 2**22
 # Deflate reaches 1000:1 on constant data only; routing traces stay below 20:1.
 _MAX_RATIO, _RATIO_MATTERS_FROM_BYTES = 200, 2**26

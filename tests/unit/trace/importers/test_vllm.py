@@ -70,6 +70,15 @@ def test_nested_lists_null_choices_and_prompts_alone(tmp_path):
     assert trace.sequence_ids.tolist() == [0] * 4 + [1] * 3
 
 
+def test_a_first_line_longer_than_a_glance_is_still_a_record(tmp_path, monkeypatch):
+    lines = [json.dumps({"routed_experts": encoded(routing(40, seed=seed))}) for seed in range(2)]
+    (tmp_path / "t.jsonl").write_text("\n".join(lines))
+    whole = open_trace(tmp_path / "t.jsonl")
+    monkeypatch.setattr(vllm, "_SNIFF_BYTES", 100)
+    assert np.array_equal(open_trace(tmp_path / "t.jsonl").expert_ids, whole.expert_ids)
+    assert whole.num_sequences == 2
+
+
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
