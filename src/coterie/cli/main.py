@@ -9,6 +9,7 @@ import typer
 
 import coterie
 from coterie.cli import export, place, trace_prune
+from coterie.cli.trace_import import trace_import
 from coterie.errors import CoterieError
 
 # click's own class; newer typer carries its copy of click under a private name
@@ -67,6 +68,8 @@ def _fail(message: str, code: int) -> None:
     print("coterie: error: " + " ".join(message.split()), file=sys.stderr)  # noqa: T201 - stderr is the point
     sys.exit(code)
 
+
+trace.command("import")(trace_import)
 
 if __name__ == "__main__":
     main()

@@ -1,0 +1,50 @@
+"""`coterie trace import`: any known recording into one native trace file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coterie.cli.common import JsonOption, emit_json, note, progress, say
+
+_WORDS = {"warm_up": "warm-up", "repeated_by_rank": "ranks that repeat another"}
+
+
+def trace_import(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A file or folder, or the name of a shipped trace.")],
+    out: Annotated[Path, typer.Option("--out", help="The trace file to write, .safetensors.")],
+    format: Annotated[
+        str | None,
+        typer.Option("--format", help="npz, jsonl, sglang, vllm or coterie; told from the content if absent."),
+    ] = None,
+    experts: Annotated[
+        int | None, typer.Option("--experts", min=1, help="Experts in a layer; the largest id + 1 if nothing says it.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Import a recording of routing; warm-up and padding rows are dropped and counted."""
+    from coterie.trace.open import import_trace
+
+    with progress() as listener:
+        trace = import_trace(source, out, format, None, listener, num_experts=experts)
+    dropped, inferred = trace.provenance.get("dropped", {}), trace.provenance.get("inferred", {})
+    if as_json:
+        emit_json(
+            {
+                "out": str(out), "format": trace.provenance.get("format"), "model": trace.spec.model,
+                "layers": trace.num_layers, "tokens": trace.num_tokens, "experts": trace.spec.num_experts,
+                "top_k": trace.spec.top_k, "sequences": trace.num_sequences, "weights": trace.weights is not None,
+                "dropped": dropped, "inferred": inferred,
+            }
+        )  # fmt: skip
+        return
+    sequences = f" in {trace.num_sequences:,} sequences" if trace.num_sequences else ""
+    weights = "with routing weights" if trace.weights is not None else "without routing weights"
+    shape = f"{trace.num_layers} MoE layers, {trace.spec.num_experts} experts, top-{trace.spec.top_k}"
+    say(f"{out}: {trace.spec.model}, {trace.num_tokens:,} tokens{sequences}, {shape}, {weights}")
+    if dropped:
+        say("dropped: " + ", ".join(f"{count:,} rows of {_WORDS.get(what, what)}" for what, count in dropped.items()))
+    for what, why in inferred.items():
+        note(f"inferred {what.replace('_', ' ')}: {why}")
