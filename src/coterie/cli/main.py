@@ -9,6 +9,8 @@ import typer
 
 import coterie
 from coterie.cli import export, trace_prune
+from coterie.cli.trace_info import trace_info
+from coterie.cli.trace_synthesize import trace_synthesize
 from coterie.errors import CoterieError
 
 # click's own class; newer typer carries its copy of click under a private name
@@ -65,6 +67,9 @@ def _fail(message: str, code: int) -> None:
     print("coterie: error: " + " ".join(message.split()), file=sys.stderr)  # noqa: T201 - stderr is the point
     sys.exit(code)
 
+
+trace.command("info")(trace_info)
+trace.command("synthesize")(trace_synthesize)
 
 if __name__ == "__main__":
     main()

@@ -133,7 +133,7 @@ class Recipe:
             "synthetic": True,
             "source": f"synthetic routing, {model['name']}",
             "generator": "coterie.trace.synthetic",
-            "coterie_version": coterie.__version__,
+            "coterie": coterie.__version__,
             "seed": self.seed,
             "sequence_tokens": self.sequence_tokens,
             "model": model,
