@@ -25,7 +25,7 @@ from coterie.trace.splits import split
 from coterie.trace.synthetic import MODELS, RoutingModel, synthesize
 
 DEVICES = 8
-DEFAULT_TRACES = ("dsv2lite-law", "dsv2lite-intent", "gptoss20b-decode")
+DEFAULT_TRACES = {"deepseek": ["dsv2lite-law", "dsv2lite-intent"], "gpt-oss": ["gptoss20b-decode"]}
 LAG = 20  # tokens: far enough for the drift to have died away, near enough to be in the same sequence
 
 # what --fit minimises: squared log-ratios to the real figures, times these
@@ -192,12 +192,13 @@ def main() -> None:
     from coterie.trace.open import open_trace
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("traces", nargs="*", default=DEFAULT_TRACES, help="paths or names of shipped traces")
+    parser.add_argument("traces", nargs="*", help="paths or names of shipped traces")
     parser.add_argument("--fit", choices=sorted(MODELS), help="search for parameters instead")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    traces = {str(name): open_trace(name) for name in options.traces}
+    names = options.traces or DEFAULT_TRACES.get(options.fit) or sum(DEFAULT_TRACES.values(), [])
+    traces = {name: open_trace(name) for name in names}
     if options.fit:
         print(fit(MODELS[options.fit], list(traces.values()), options.seed, options.steps))
     else:

@@ -24,9 +24,11 @@ def trace_info(
         return
     for line in _head(trace, summary):
         say(line)
-    title = f"Per layer; skew: share of uses held by the top 25% of {summary['pairs']}"
-    columns = ("layer", "model layer", "imbalance", "unused experts", "skew", "pairs for 60%", "pairs for 90%")
-    table(columns, [_row(layer) for layer in summary["per_layer"]], title)
+    say()
+    say("Per layer: max over mean expert load; experts never chosen; share of the uses that the top 25% of")
+    say(f"{summary['pairs']} hold; shares of all pairs that hold 60% and 90% of the uses")
+    columns = ("layer", "model layer", "imbalance", "unused", "skew", "60% of uses", "90% of uses")
+    table(columns, [_row(layer) for layer in summary["per_layer"]])
 
 
 def _head(name: str, summary: dict[str, Any]) -> list[str]:

@@ -27,7 +27,7 @@ MAX_EXPERTS = 65_536
 _TOKENS_AT_ONCE = 8_192
 _LENGTHS = 5  # random stream of the sequences' lengths; the router has streams 0 to 4
 
-# parameters from `benchmarks/synthetic.py --fit`, 150 steps with seed 0
+# parameters from `benchmarks/synthetic.py --fit` on the whole published traces (some ship cut short), 150 steps
 DEEPSEEK_LIKE = RoutingModel(
     name="deepseek-like",
     fitted_to="DeepSeek-V2-Lite (26 layers, 64 experts, top-6) on law, intent and summary prompts, mean over layers",
