@@ -197,7 +197,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    names = options.traces or DEFAULT_TRACES.get(options.fit) or sum(DEFAULT_TRACES.values(), [])
+    names = (
+        options.traces
+        or DEFAULT_TRACES.get(options.fit)
+        or [name for names in DEFAULT_TRACES.values() for name in names]
+    )
     traces = {name: open_trace(name) for name in names}
     if options.fit:
         print(fit(MODELS[options.fit], list(traces.values()), options.seed, options.steps))
