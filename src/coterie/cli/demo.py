@@ -81,6 +81,6 @@ def _prune_then_place(setting: Setting, folder: Path, listen: Progress) -> None:
     again.save(folder / "placement-pruned.json")
     old, new = before.metrics["heldout"], again.metrics["heldout"]
     say(
-        f"   kept {report.heldout.mean('kept_weight'):.1%} of the routing weight; devices per token {old['dpt']:.2f} -> "
-        f"{new['dpt']:.2f}, peak traffic {old['peak_traffic']:.3f} -> {new['peak_traffic']:.3f} (held out)"
+        f"   kept {report.heldout.mean('kept_weight'):.1%} of the routing weight; devices per token {old['dpt']:.2f} "
+        f"-> {new['dpt']:.2f}, peak traffic {old['peak_traffic']:.3f} -> {new['peak_traffic']:.3f} (held out)"
     )
