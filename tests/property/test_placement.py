@@ -160,7 +160,7 @@ def test_packing_fills_every_pack_and_loses_nothing(capacity: list[int], seed: i
     assert len(set(packs[heaviest].tolist())) == len(capacity)  # while a pack is empty it is the lightest
 
 
-# ---- maps and files ---------------------------------------------------------------------------------------------------
+# ---- maps and files ----
 
 
 @st.composite
