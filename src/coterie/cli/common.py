@@ -78,5 +78,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str |
         drawn.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
     for row in rows:
         drawn.add_row(*(Text(f"{item:.3f}" if isinstance(item, float) else str(item)) for item in row))
-    console = Console(highlight=False)
-    console.print(drawn, width=None if console.is_terminal else 160)
+    terminal = Console(highlight=False)
+    # a file or a pipe has no width, and rich would take 80 columns for it and cut the cells short
+    console = terminal if terminal.is_terminal else Console(highlight=False, width=160)
+    console.print(drawn)

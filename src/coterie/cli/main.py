@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 import coterie
-from coterie.cli import export, place, trace_prune
+from coterie.cli import demo, export, place, trace_prune
 from coterie.cli.trace_import import trace_import
+from coterie.cli.trace_info import trace_info
+from coterie.cli.trace_synthesize import trace_synthesize
 from coterie.errors import CoterieError
 
 # click's own class; newer typer carries its copy of click under a private name
@@ -41,10 +43,14 @@ def _options(
     """Where experts live and what a token may skip, decided from routing traces."""
 
 
+app.command("demo")(demo.demo)
 app.command("compare")(place.compare)
 app.command("place")(place.place)
 app.command("export")(export.export)
 app.command("validate")(export.validate)
+trace.command("import")(trace_import)
+trace.command("info")(trace_info)
+trace.command("synthesize")(trace_synthesize)
 trace.command("prune")(trace_prune.trace_prune)
 
 
@@ -68,8 +74,6 @@ def _fail(message: str, code: int) -> None:
     print("coterie: error: " + " ".join(message.split()), file=sys.stderr)  # noqa: T201 - stderr is the point
     sys.exit(code)
 
-
-trace.command("import")(trace_import)
 
 if __name__ == "__main__":
     main()

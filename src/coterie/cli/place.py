@@ -24,7 +24,11 @@ GroupsOption = Annotated[
     typer.Option("--keep-groups/--no-keep-groups", help="Keep router groups whole; on by itself for n_group > 1."),
 ]
 COLUMNS = ("dpt", "npt", "balance", "peak_traffic", "remote_peak_traffic")
-HEADERS = ("devices/token", "nodes/token", "B max/mean", "peak traffic", "remote peak")
+LEGEND = (
+    "devices, nodes: distinct ones a token visits; B: largest device load / mean; peak: share of the tokens that visit "
+    "the busiest device (remote: from other devices); means over layers"
+)
+HEADERS = ("devices", "nodes", "B", "peak", "remote peak")
 
 
 def compare(
@@ -51,17 +55,18 @@ def compare(
 def show_comparison(result: dict[str, Any]) -> None:
     """Print a comparison: held-out figures, the same as a share of linear's, and what they were fitted on."""
     rows, about = result["methods"], result["trace"]
+    base = rows["linear"]["heldout"]
     lines = []
     for name, row in rows.items():
         held = row["heldout"]
-        shares = [f"{held[key] / rows['linear']['heldout'][key]:.2f}x" for key in ("dpt", "peak_traffic")]
+        shares = [f"{held[key] / base[key]:.2f}x" for key in ("dpt", "peak_traffic")]
         lines.append([name, *(held[key] for key in COLUMNS), *shares, f"{row['seconds']:.2f} s"])
-    table(
-        ["method", *HEADERS, "devices vs linear", "peak vs linear", "time"],
-        lines,
-        title=f"{about['model']}: fitted on {about['fit_tokens']:,} tokens, "
-        f"measured on {about['heldout_tokens']:,} later ones (by {about['split_by']}); means over layers",
+    say(
+        f"{about['model']} on {result['topology']['num_nodes']} x {result['topology']['devices_per_node']} devices: "
+        f"fitted on {about['fit_tokens']:,} tokens, measured on {about['heldout_tokens']:,} later ones"
     )
+    table(["held out", *HEADERS, "devices vs linear", "peak vs linear", "time"], lines)
+    say(LEGEND)
 
 
 def place(
@@ -132,7 +137,8 @@ def show_placements(placements: list[Placement]) -> None:
     for number, placement in enumerate(placements):
         for part, metrics in placement.metrics.items():
             lines.append([f"{number} {placement.method['name']} ({part})", *(metrics[key] for key in COLUMNS)])
-    table(["placement", *HEADERS], lines, title="means over layers")
+    table(["placement", *HEADERS], lines)
+    say(LEGEND)
 
 
 def _setting(

@@ -18,7 +18,7 @@ from coterie.trace.routing_trace import ALL_TOKENS, RoutingTrace, TokenSelector
 NO_EXPERT = -1
 NUM_WINDOWS = 4
 WINDOW_TOKENS = 256
-SEARCH_TOKENS = 32_768
+SEARCH_TOKENS = 16_384
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ def coactivation_counts(ids_TK: NDArray[Any], kept_TK: NDArray[np.bool_] | None,
         [E, E] int64, tokens; symmetric, the diagonal is each expert's load.
     """
     counts_EE = np.zeros((num_experts, num_experts), dtype=np.int64)
-    _add_pairs(*entries(ids_TK, kept_TK, num_experts), counts_EE)
+    for _, ids, kept in entries(ids_TK, kept_TK, num_experts):
+        _add_pairs(ids, kept, counts_EE)
     upper = np.triu(counts_EE, 1)
     counts_EE += upper.T
     return counts_EE

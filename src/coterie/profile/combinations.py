@@ -79,11 +79,11 @@ def anchor_pair_counts(
     Returns:
         [E, E] int64 uses, symmetric, zero on the diagonal.
     """
-    ids, kept = entries(ids_TK, kept_TK, num_experts)
-    # equal weights make the first kept slot the anchor, which is what an order by weight means
-    weights = np.zeros(ids.shape) if weights_TK is None else np.array(weights_TK, dtype=np.float64, order="C")
     counts_EE = np.zeros((num_experts, num_experts), dtype=np.int64)
-    _add_anchor_pairs(ids, weights, kept, counts_EE)
+    for piece, ids, kept in entries(ids_TK, kept_TK, num_experts):
+        # equal weights make the first kept slot the anchor, which is what an order by weight means
+        weights = np.zeros(ids.shape) if weights_TK is None else np.array(weights_TK[piece], np.float64, order="C")
+        _add_anchor_pairs(ids, weights, kept, counts_EE)
     return counts_EE + counts_EE.T
 
 

@@ -27,7 +27,8 @@ def expert_load(ids_TK: NDArray[Any], kept_TK: NDArray[np.bool_] | None, num_exp
         [E] int64, tokens; sums to the kept entries.
     """
     load_E = np.zeros(num_experts, dtype=np.int64)
-    _add_load(*entries(ids_TK, kept_TK, num_experts), load_E)
+    for _, ids, kept in entries(ids_TK, kept_TK, num_experts):
+        _add_load(ids, kept, load_E)
     return load_E
 
 

@@ -1,0 +1,41 @@
+# Two commands on a fresh machine with Python 3.11+ and nothing else: `make demo` and `make test`.
+PYTHON ?= python3
+EXTRAS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+comma := ,
+
+.PHONY: demo test lint check bench clean
+
+# Numba's threads are not used; BLAS threads only fight the layers' own.
+export OMP_NUM_THREADS ?= 1
+
+$(VENV)/.installed-%: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing coterie into $(VENV) ..."
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[$*$(if $(EXTRAS),$(comma)$(EXTRAS))]"
+	@touch $@
+
+demo: $(VENV)/.installed-run
+	@$(BIN)/coterie demo
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+check: lint test
+
+bench: $(VENV)/.installed-bench
+	$(BIN)/python benchmarks/placement.py
+	$(BIN)/python benchmarks/pruning.py
+	$(BIN)/python benchmarks/partitioner.py
+	$(BIN)/python benchmarks/speed.py
+	$(BIN)/python benchmarks/synthetic.py
+
+clean:
+	rm -rf $(VENV) build dist coterie-demo
