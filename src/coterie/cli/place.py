@@ -59,7 +59,7 @@ def show_comparison(result: dict[str, Any]) -> None:
     lines = []
     for name, row in rows.items():
         held = row["heldout"]
-        shares = [f"{held[key] / base[key]:.2f}x" for key in ("dpt", "peak_traffic")]
+        shares = [f"{held[key] / base[key]:.2f}x" if base[key] else "-" for key in ("dpt", "peak_traffic")]
         lines.append([name, *(held[key] for key in COLUMNS), *shares, f"{row['seconds']:.2f} s"])
     say(
         f"{about['model']} on {result['topology']['num_nodes']} x {result['topology']['devices_per_node']} devices: "

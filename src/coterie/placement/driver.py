@@ -133,8 +133,10 @@ def choose(
     setting: Setting, method: str, fitting: TokenSelector, balance: float | None = None
 ) -> tuple[Candidates, int]:
     """Candidates fitted on `fitting`, and the point of their path that was chosen; see `place`."""
-    if balance is not None and not balance >= 1:
-        raise ConfigError(f"balance = {balance:g}; B is the largest device load over the mean, so at least 1")
+    if balance is not None and not 1 <= balance < np.inf:
+        raise ConfigError(
+            f"balance = {balance:g}; B is the largest device load over the mean: a number from 1 on, 1 being even"
+        )
     if method in ("linear", "eplb", "cap") and balance is None:
         return propose(setting, method, fitting), 0
     inner = split(setting.trace, VALIDATION_SHARE, fitting)
@@ -154,9 +156,10 @@ def choose(
         fitted = final.path.means(final.fit.values("balance"))
         again = final.path.means(measure_candidates(setting, final, inner.second).values("balance"))
         if balances.min() <= balance and again.min() <= balance:
-            chosen = max(chosen, _first_within(again, balance, method))
+            within = _within(again, balance, method)  # B falls along the path where it was fitted; here it need not
+            chosen = int(next((candidate for candidate in within if candidate >= chosen), within[-1]))
         else:
-            chosen = _first_within(fitted, balance, method)
+            chosen = int(_within(fitted, balance, method)[0])
             warnings.warn(
                 f"B <= {balance:g} holds on the fitting tokens ({fitted[chosen]:.3f}) but not on the validation slice "
                 f"({again[chosen]:.3f}), where the most balanced placement has {again.min():.3f}; a longer trace "
@@ -166,15 +169,15 @@ def choose(
     return final, chosen
 
 
-def _first_within(balances: NDArray[np.float64], limit: float, method: str) -> int:
-    """The first, so the cheapest, point whose B is within a limit."""
+def _within(balances: NDArray[np.float64], limit: float, method: str) -> NDArray[np.int64]:
+    """The points of a path with at most this B, at least one."""
     within = np.flatnonzero(balances <= limit)
     if not within.size:
         raise InfeasiblePlacement(
             f"no placement by {method} has B <= {limit:g}; the most balanced has {balances.min():.3f} on the fitting "
             "tokens: ask for at least that"
         )
-    return int(within[0])
+    return within
 
 
 def _default_point(objective: Objective, trial: Candidates, validation: Measured, cap: Sequence[LayerMetrics]) -> int:
