@@ -76,11 +76,12 @@ def _search(
     if num_limits > 1:
         pooled = _situation(problem, objective, group_E, np.zeros_like(problem.window_U))
         most_balanced_E = min(candidates, key=lambda device_E: _balance(pooled, device_E))
-        adjusted = adjustment(problem, most_balanced_E.astype(np.int64))[-1]
-        if problem.num_groups == 1 and _balance(pooled, adjusted) < _balance(pooled, balanced_E):
-            balanced_E = adjusted  # CAP's swaps can go further than EPLB; they would break groups
-        tail = _chain(pooled, most_balanced_E, balanced_E, NUM_TAIL_LIMITS, _turn_seed(seed, 2))
-        candidates = np.concatenate([candidates, tail, balanced_E[None].astype(np.int32)])
+        balanced = [balanced_E]
+        if problem.num_groups == 1:  # CAP's swaps can go further than EPLB, but would break groups
+            balanced.append(adjustment(problem, most_balanced_E.astype(np.int64))[-1])
+        best_E = min(balanced, key=lambda device_E: _balance(pooled, device_E))
+        tail = _chain(pooled, most_balanced_E, best_E, NUM_TAIL_LIMITS, _turn_seed(seed, 2))
+        candidates = np.concatenate([candidates, tail, np.stack(balanced).astype(np.int32)])
     distinct: NDArray[np.int64] = np.unique(candidates.astype(np.int64), axis=0)
     return distinct
 
