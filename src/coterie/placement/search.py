@@ -19,7 +19,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from coterie.placement.state import Hypergraph, Level, apply_swap, build_level, visit_changes
+from coterie.placement.state import Hypergraph, Level, all_changes, apply_swap, build_level, visit_changes
 
 _EPSILON = 1e-9
 _PENALTY = 4.0  # cost of one mean device load above the limit; a few device visits per token
@@ -184,20 +184,23 @@ def _best_swap(
     device_scale = situation.weights.device / situation.num_tokens
     node_scale = situation.weights.node / situation.num_tokens
     best_a, best_b, best_change = -1, -1, np.inf
+    devices_EE = np.empty((group_E.size, group_E.size), dtype=np.int32)
+    all_changes(devices, devices_EE)
+    nodes_EE = devices_EE
+    if node_scale > 0.0:
+        nodes_EE = np.empty((group_E.size, group_E.size), dtype=np.int32)
+        all_changes(nodes, nodes_EE)
     for a in range(group_E.size):
         g = devices.part_E[a]
+        bound_G = least_GG[g] - now_GG[g]
         for b in range(a + 1, group_E.size):
             h = devices.part_E[b]
-            if g == h or group_E[a] != group_E[b]:
+            change = device_scale * devices_EE[a, b]
+            if node_G[g] != node_G[h]:
+                change += node_scale * nodes_EE[a, b]
+            if change + bound_G[h] >= best_change or g == h or group_E[a] != group_E[b]:
                 continue
-            change_g, change_h = visit_changes(devices, 0, a, b)
-            change = device_scale * (change_g + change_h)
-            if node_scale > 0.0 and node_G[g] != node_G[h]:
-                node_a, node_b = visit_changes(nodes, 0, a, b)
-                change += node_scale * (node_a + node_b)
             change -= now_GG[g, h]
-            if change + least_GG[g, h] >= best_change:
-                continue
             change += _peak_and_balance(situation, devices, load_WG, limit, others_VGG, a, b)
             tabu = tabu_EG[a, h] > now and tabu_EG[b, g] > now
             if change < best_change and (not tabu or change < aspiration):

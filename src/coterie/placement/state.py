@@ -23,6 +23,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+_TILE = 32
+
 
 class Hypergraph(NamedTuple):
     """Token sets and, for each expert, the sets it is in (compressed rows).
@@ -53,7 +55,6 @@ class Level(NamedTuple):
         leave_VE: [V, E] int32, tokens.
         arrive_VPE: [V, P, E] int32, tokens.
         alone_VEE: [V, E, E] int32, tokens.
-        alone_transposed_VEE: its transpose, so that a scan over all partners of one expert reads rows only.
         visits_VP: [V, P] int64, tokens that visit each part.
     """
 
@@ -62,7 +63,6 @@ class Level(NamedTuple):
     leave_VE: NDArray[np.int32]
     arrive_VPE: NDArray[np.int32]
     alone_VEE: NDArray[np.int32]
-    alone_transposed_VEE: NDArray[np.int32]
     visits_VP: NDArray[np.int64]
 
 
@@ -93,7 +93,6 @@ def build_level(graph: Hypergraph, part_E: NDArray[np.int32], num_parts: int, wi
         np.zeros((num_sets, num_parts), dtype=np.uint8),
         np.zeros((views, num_experts), dtype=np.int32),
         np.zeros((views, num_parts, num_experts), dtype=np.int32),
-        np.zeros((views, num_experts, num_experts), dtype=np.int32),
         np.zeros((views, num_experts, num_experts), dtype=np.int32),
         np.zeros((views, num_parts), dtype=np.int64),
     )
@@ -152,10 +151,8 @@ def _add_alone(level: Level, graph: Hypergraph, u: int, e: int, sign: int) -> No
             break
         if other != e:
             level.alone_VEE[0, e, other] += change
-            level.alone_transposed_VEE[0, other, e] += change
             if several:
                 level.alone_VEE[view, e, other] += change
-                level.alone_transposed_VEE[view, other, e] += change
 
 
 @njit(cache=True, nogil=True)
@@ -224,10 +221,33 @@ def apply_swap(level: Level, graph: Hypergraph, a: int, b: int) -> None:
 
 
 @njit(cache=True, nogil=True)
+def all_changes(level: Level, changes_EE: NDArray[np.int32]) -> None:
+    """The change of all visits, to both parts, if a swapped with b, into `changes_EE` for each a < b.
+
+    The sum of `visit_changes` in view 0 for all pairs at once, as passes over rows that run on vector units: half of
+    it, a's part, as a matrix; then the matrix and its transpose added tile by tile. Other entries mean nothing, nor do
+    those of experts on one part.
+    """
+    size = level.part_E.size
+    leave_E = level.leave_VE[0]
+    for a in range(size):
+        arrive_E = level.arrive_VPE[0, level.part_E[a]]
+        alone_E = level.alone_VEE[0, a]
+        row_E = changes_EE[a]
+        for b in range(size):
+            row_E[b] = arrive_E[b] + alone_E[b] - leave_E[b]
+    for first in range(0, size, _TILE):
+        for second in range(first, size, _TILE):
+            for a in range(first, min(first + _TILE, size)):
+                for b in range(max(second, a + 1), min(second + _TILE, size)):
+                    changes_EE[a, b] += changes_EE[b, a]
+
+
+@njit(cache=True, nogil=True)
 def visit_changes(level: Level, view: int, a: int, b: int) -> tuple[int, int]:
     """Change of visits to the part of `a` and to the part of `b` if the two swapped, in one view."""
     part_a = level.part_E[a]
     part_b = level.part_E[b]
     change_a = level.arrive_VPE[view, part_a, b] - level.leave_VE[view, a] + level.alone_VEE[view, a, b]
-    change_b = level.arrive_VPE[view, part_b, a] - level.leave_VE[view, b] + level.alone_transposed_VEE[view, a, b]
+    change_b = level.arrive_VPE[view, part_b, a] - level.leave_VE[view, b] + level.alone_VEE[view, b, a]
     return change_a, change_b

@@ -78,7 +78,6 @@ def assert_tables(level: Level, case: Case) -> None:
         np.testing.assert_array_equal(level.leave_VE[v], leave)
         np.testing.assert_array_equal(level.arrive_VPE[v], arrive)
         np.testing.assert_array_equal(level.alone_VEE[v], alone)
-        np.testing.assert_array_equal(level.alone_transposed_VEE[v], alone.T)
         assert level.visits_VP[v].tolist() == [visits(rows, part_E, p) for p in range(case.parts)]
 
 
