@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from coterie.errors import BackendUnavailable, ConfigError
-from coterie.evaluate.task_data import Questions, TaskDefinition
+from coterie.evaluate.task_data import Questions
 from coterie.models.backend import import_transformers
 
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_EVALUATE_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
@@ -67,28 +67,26 @@ def hushed(show_bars: bool) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def build_task(definition: TaskDefinition, rows: Questions, config: Mapping[str, Any], name: str, seed: int) -> Any:
+def build_task(asked: Questions, config: Mapping[str, Any], name: str, seed: int) -> Any:
     """One of the harness's tasks over rows in memory.
 
     Args:
-        definition: the task.
-        rows: its questions.
+        asked: the questions.
         config: the harness's configuration of the task.
         name: what the harness is to call it.
         seed: which worked examples are shown.
     """
-    import datasets
-
+    datasets = importlib.import_module("datasets")
     api = importlib.import_module("lm_eval.api.task")
-    splits = {"test": datasets.Dataset.from_list(rows.rows)}
-    if rows.examples:
-        splits["examples"] = datasets.Dataset.from_list(rows.examples)
+    splits = {"test": datasets.Dataset.from_list(asked.rows)}
+    if asked.examples:
+        splits["examples"] = datasets.Dataset.from_list(asked.examples)
     settings = {
         "num_fewshot": 0,
         **copy.deepcopy(dict(config)),
         "task": name,
         "test_split": "test",
-        "fewshot_split": "examples" if rows.examples else None,
+        "fewshot_split": "examples" if asked.examples else None,
         "custom_dataset": lambda **_: splits,  # the harness would look for a path on the hub
     }
     built = api.ConfigurableTask(config={key: value for key, value in settings.items() if value is not None})
@@ -100,7 +98,11 @@ def wrap_model(model: Any, tokenizer: Any, batch: int) -> Any:
     """The model as the harness sees it, with a copy of the tokenizer, as the harness may give it a padding token."""
     huggingface = importlib.import_module("lm_eval.models.huggingface")
     return huggingface.HFLM(
-        pretrained=model, tokenizer=copy.deepcopy(tokenizer), backend="causal", batch_size=batch, softmax_dtype="float32"
+        pretrained=model,
+        tokenizer=copy.deepcopy(tokenizer),
+        backend="causal",
+        batch_size=batch,
+        softmax_dtype="float32",
     )
 
 
@@ -112,7 +114,7 @@ def run(lm: Any, tasks: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     return samples
 
 
-def count_truncated(lm: Any, task: Any) -> int:
+def count_truncated(lm: Any, task: Any, seed: int) -> int:
     """How many questions are longer than the model can read, so that the harness cuts off their beginning.
 
     Raises:
@@ -122,18 +124,19 @@ def count_truncated(lm: Any, task: Any) -> int:
     truncated = set()
     for request in task.instances:
         if request.request_type == "generate_until":
-            context, settings = request.args
-            room = lm.max_length - settings["max_gen_toks"]
-            length, answer = len(lm.tok_encode(context)), 0
+            question, settings = request.args
+            answer, limit = settings["max_gen_toks"], lm.max_length - 1
+            length = answer + len(lm.tok_encode(question))
         else:
-            context, continuation = request.args
-            room = lm.max_length + 1  # the last token is only predicted
-            length, answer = len(lm.tok_encode(context + continuation)), len(lm.tok_encode(continuation))
-        if room < 1 or answer >= room:
+            question, continuation = request.args
+            answer, limit = len(lm.tok_encode(continuation, add_special_tokens=False)), lm.max_length
+            length = len(lm.tok_encode(question + continuation)) - 1  # the last token is only predicted
+        if answer > limit:
             raise ConfigError(
-                f"task {task.config.task}, question {request.doc_id}: the model reads {lm.max_length} tokens, "
-                f"too few for an answer; leave the task out, or use a model with a longer context"
+                f"task {task.config.task}: an answer of {answer} tokens does not fit the {lm.max_length} that the "
+                "model reads; leave the task out, or use a model with a longer context"
             )
-        if length > room:
+        if length > lm.max_length:
             truncated.add(request.doc_id)
+    task.set_fewshot_seed(seed)  # building the requests has drawn examples; the run draws the same
     return len(truncated)

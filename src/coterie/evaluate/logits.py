@@ -64,9 +64,7 @@ def negative_log_likelihoods(logits_RV: Any, targets_R: Any) -> Any:
     import torch
 
     targets_R = targets_R.to(logits_RV.device)
-    parts = [
-        -logp_rV.gather(1, targets_R[part, None])[:, 0].double() for part, logp_rV in log_probabilities(logits_RV)
-    ]
+    parts = [-logp_rV.gather(1, targets_R[part, None])[:, 0].double() for part, logp_rV in log_probabilities(logits_RV)]
     return torch.cat(parts).cpu()
 
 
@@ -81,8 +79,8 @@ def require_numbers(nll_R: Any, who: str, text: str, windows: Sequence[Window]) 
         positions = [token for window in windows for token in range(window.first_scored, window.end)]
         position = positions[int(bad[0])]
         raise CheckpointError(
-            f"{who} gives NaN or infinite logits: {len(bad)} of {len(nll_R)} tokens of {text!r}, first token {position}; "
-            "check the weights, or load it in another dtype"
+            f"{who} gives NaN or infinite logits: {len(bad)} of {len(nll_R)} tokens of {text!r}, first token "
+            f"{position}; check the weights, or load it in another dtype"
         )
 
 

@@ -8,8 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from coterie.evaluate.change import Change, changed, describe
-from coterie.evaluate.logits import choose_batch, evaluating, negative_log_likelihoods, require_numbers
-from coterie.evaluate.logits import scored_logits, targets
+from coterie.evaluate.logits import (
+    choose_batch,
+    evaluating,
+    negative_log_likelihoods,
+    require_numbers,
+    scored_logits,
+    targets,
+)
 from coterie.evaluate.text import EncodedText
 from coterie.evaluate.windows import count_windows, in_batches, sliding_windows
 from coterie.progress import Progress, silent
@@ -31,7 +37,7 @@ class Likelihood:
 
     @property
     def perplexity(self) -> float:
-        """e to the mean negative log-likelihood of a token; infinite when that overflows."""
+        """Exponential of the mean negative log-likelihood of a token; infinite when that overflows."""
         mean = self.nats / self.num_tokens
         return math.exp(mean) if mean < math.log(1.7e308) else math.inf
 
@@ -41,9 +47,7 @@ class Likelihood:
         return self.nats / math.log(2) / self.num_bytes
 
     def __add__(self, other: Self) -> Self:
-        return type(self)(
-            self.nats + other.nats, self.num_tokens + other.num_tokens, self.num_bytes + other.num_bytes
-        )
+        return type(self)(self.nats + other.nats, self.num_tokens + other.num_tokens, self.num_bytes + other.num_bytes)
 
 
 def perplexity(

@@ -145,9 +145,9 @@ def _figures(parts: Sequence[Likelihood | Comparison]) -> dict[str, Any]:
         **figures,
         "reference_perplexity": finite(theirs.perplexity),
         "reference_bits_per_byte": theirs.bits_per_byte,
-        "kl": float(kl_R.mean(dtype=np.float64)),
-        "kl_percentiles": {f"{q:g}": float(value) for q, value in zip(PERCENTILES, np.percentile(kl_R, PERCENTILES))},
-        "kl_max": float(kl_R.max()),
+        "kl": finite(float(kl_R.mean(dtype=np.float64))),
+        "kl_percentiles": {f"{q:g}": finite(float(np.percentile(kl_R, q, method="inverted_cdf"))) for q in PERCENTILES},
+        "kl_max": finite(float(kl_R.max())),
         "top1_agreement": sum(part.agreeing for part in comparisons) / len(kl_R),
     }
 

@@ -32,15 +32,19 @@ class TaskDefinition:
 
 @dataclass(frozen=True)
 class Questions:
-    """The rows of one task.
+    """A task and its rows.
 
     Attributes:
+        definition: the task.
+        limit: how many rows were asked for; None for all.
         source: the file they come from, for people.
         rows: each with the task's fields.
         available: how many rows the file has.
         examples: worked examples to show before a question, where the task wants some.
     """
 
+    definition: TaskDefinition
+    limit: int | None
     source: str
     rows: list[dict[str, Any]]
     available: int
@@ -78,35 +82,50 @@ def task(name: str) -> TaskDefinition:
     return known[name]
 
 
-def questions(definition: TaskDefinition, folder: Path | None, limit: int | None = None) -> Questions:
-    """The rows of a task, all or `limit` of them evenly spread over the file (files are often sorted by subject).
+def load_tasks(names: Sequence[str], folder: Path | None = None, limit: int | None = None) -> list[Questions]:
+    """The questions of tasks: all, or `limit` of each evenly spread over its file (files are often sorted by subject).
 
     Args:
-        definition: the task.
-        folder: where its files are; None for the sample that ships, where there is one.
+        names: tasks of `definitions()`.
+        folder: where their files are; None for the sample of `arc_easy` that ships.
         limit: how many rows at most.
 
     Raises:
-        ConfigError: when a file is missing, damaged or lacks a field, with the file and the line.
+        ConfigError: for an unknown task, or when a file is missing, damaged or lacks a field, with file and line.
     """
     if limit is not None and limit < 1:
         raise ConfigError(f"a limit of {limit} questions leaves none; choose at least 1")
-    path = _sample(definition) if folder is None else _find(definition.name, folder, definition.files)
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ConfigError(f"task {min(twice)} is named twice; name it once")
+    return [_load(definition, folder, limit) for definition in [task(name) for name in names]]
+
+
+def _load(definition: TaskDefinition, folder: Path | None, limit: int | None) -> Questions:
+    if folder is None:
+        path = _sample(definition)
+        source = f"{path.name}, which ships with coterie"
+    else:
+        path = _find(definition.name, folder, definition.files)
+        source = str(path)
     rows = read_rows(path, definition.fields)
     available = len(rows)
     if limit is not None and limit < available:
         rows = [rows[number * available // limit] for number in range(limit)]
-    examples: list[dict[str, Any]] = []
-    if definition.examples and folder is not None:
-        examples_path = _find(definition.name, folder, definition.examples)
-        examples = read_rows(examples_path, definition.fields)
-        wanted = definition.config["num_fewshot"]
-        if len(examples) < wanted:
-            raise ConfigError(
-                f"{examples_path} has {len(examples)} rows, task {definition.name} shows {wanted}; give a longer file"
-            )
-    source = f"shipped sample {path.name}" if folder is None else str(path)
-    return Questions(source, rows, available, examples)
+    examples = [] if folder is None else _examples(definition, folder)
+    return Questions(definition, limit, source, rows, available, examples)
+
+
+def _examples(definition: TaskDefinition, folder: Path) -> list[dict[str, Any]]:
+    """The worked examples of a task that shows some."""
+    if not definition.examples:
+        return []
+    path = _find(definition.name, folder, definition.examples)
+    rows = read_rows(path, definition.fields)
+    wanted = definition.config["num_fewshot"]
+    if len(rows) < wanted:
+        raise ConfigError(f"{path} has {len(rows)} rows, task {definition.name} shows {wanted}; give a longer file")
+    return rows
 
 
 def read_rows(path: Path, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -155,19 +174,18 @@ def _problem(row: Mapping[str, Any], field: str, kind: Any) -> str | None:
         return "is missing"
     value = row[field]
     if isinstance(kind, list):
-        return None if value in kind and type(value) is type(kind[0]) else f"is {value!r}, not one of {kind}"
-    if kind == "index":
+        right, wanted = value in kind and type(value) is type(kind[0]), f"one of {kind}"
+    elif kind == "index":
         number = len(row["choices"])
-        right = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < number
-        return None if right else f"is {value!r}, not an index of the {number} choices"
-    if kind in ("texts", "four texts"):
+        right, wanted = type(value) is int and 0 <= value < number, f"an index of the {number} choices"
+    elif kind in ("texts", "four texts"):
         right = isinstance(value, list) and len(value) > 0 and all(isinstance(item, str) and item for item in value)
-        return None if right and (kind == "texts" or len(value) == 4) else f"is not a list of {kind}"
-    if not isinstance(value, str) or not value:
-        return "is not a text"
-    if kind == "blank" and value.count("_") != 1:
-        return f"has {value.count('_')} blanks (_), not one"
-    return None
+        right, wanted = right and (kind == "texts" or len(value) == 4), f"a list of {kind}"
+    else:
+        right, wanted = isinstance(value, str) and value != "", "a text"
+        if right and kind == "blank":
+            right, wanted = value.count("_") == 1, "a text with one blank (_)"
+    return None if right else f"is {str(value)[:60]!r}, not {wanted}"
 
 
 def _sample(definition: TaskDefinition) -> Path:

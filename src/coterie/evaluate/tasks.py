@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from coterie.errors import CheckpointError, ConfigError
 from coterie.evaluate import harness
 from coterie.evaluate.change import Change, changed, describe
 from coterie.evaluate.logits import evaluating
-from coterie.evaluate.task_data import Questions, TaskDefinition, questions, task
+from coterie.evaluate.task_data import Questions
 
 
 @dataclass(frozen=True)
@@ -79,10 +78,8 @@ class TaskResult:
 def run_tasks(
     model: Any,
     tokenizer: Any,
-    names: Sequence[str],
+    tasks: Sequence[Questions],
     *,
-    folder: Path | None = None,
-    limit: int | None = None,
     changes: Sequence[Change] = (),
     batch: int = 8,
     seed: int = 0,
@@ -93,49 +90,34 @@ def run_tasks(
     Args:
         model: a causal language model of Transformers.
         tokenizer: its tokenizer.
-        names: tasks of `task_data.definitions()`.
-        folder: where their files are; None for the sample that ships of `arc_easy`.
-        limit: how many questions of each task, evenly spread over its file.
+        tasks: from `task_data.load_tasks`.
         changes: context managers to apply to the model.
         batch: questions to ask at once.
         seed: chooses the worked examples of tasks that show some.
         show_bars: show the harness's progress bars on stderr.
 
     Raises:
-        ConfigError: for an unknown task, or a missing or damaged file.
         BackendUnavailable: when lm-eval is not installed.
+        ConfigError: when an answer is longer than the model can read.
         CheckpointError: when the model gives NaN.
     """
-    asked = [task(name) for name in names]
-    rows = [questions(definition, folder, limit) for definition in asked]
     if batch < 1:
         raise ConfigError(f"a batch of {batch} questions is empty; choose at least 1")
     harness.import_lm_eval()
-    results = {}
     with evaluating(model), harness.offline(), harness.hushed(show_bars):
         lm = harness.wrap_model(model, tokenizer, batch)
-        for definition, data in zip(asked, rows, strict=True):
-            results[definition.name] = _run_task(model, lm, definition, data, limit, changes, seed)
-    return results
+        return {asked.definition.name: _run_task(model, lm, asked, changes, seed) for asked in tasks}
 
 
-def _run_task(
-    model: Any,
-    lm: Any,
-    definition: TaskDefinition,
-    data: Questions,
-    limit: int | None,
-    changes: Sequence[Change],
-    seed: int,
-) -> TaskResult:
+def _run_task(model: Any, lm: Any, asked: Questions, changes: Sequence[Change], seed: int) -> TaskResult:
+    definition = asked.definition
     name = definition.name
-    built = {name: harness.build_task(definition, data, definition.config, name, seed)}
+    built = {name: harness.build_task(asked, definition.config, name, seed)}
     scored = name  # the form of the task that has log-likelihoods
     if definition.likelihood is not None:
         scored = f"{name} {harness.LIKELIHOOD}"
-        config = {**definition.config, **definition.likelihood}
-        built[scored] = harness.build_task(definition, data, config, scored, seed)
-    truncated = max(harness.count_truncated(lm, each) for each in built.values())
+        built[scored] = harness.build_task(asked, {**definition.config, **definition.likelihood}, scored, seed)
+    truncated = max(harness.count_truncated(lm, each, seed) for each in built.values())
     with changed(model, changes):
         samples = harness.run(lm, built)
     right = [_right_answer(built[scored], sample) for sample in samples[scored]]
@@ -146,7 +128,7 @@ def _run_task(
         )
     return TaskResult(
         name, _accuracies(samples[name]), _estimate(right), _chance(samples[name]),
-        len(data.rows), data.available, limit, truncated, data.source,
+        len(asked.rows), asked.available, asked.limit, truncated, asked.source,
     )  # fmt: skip
 
 

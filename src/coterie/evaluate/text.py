@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from coterie.errors import ConfigError
@@ -21,6 +22,21 @@ class EncodedText:
     name: str
     ids: tuple[int, ...]
     num_bytes: int
+
+
+def read_text_file(path: Path) -> str:
+    """A text file of any length.
+
+    Raises:
+        ConfigError: when it is missing, unreadable, no UTF-8 text or empty.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except (OSError, ValueError) as reason:
+        raise ConfigError(f"cannot read text {path}: {getattr(reason, 'strerror', None) or reason}") from None
+    if not text.strip():
+        raise ConfigError(f"text {path} is empty; give a file with some text in it")
+    return text
 
 
 def encode_text(tokenizer: Any, name: str, text: str, max_tokens: int | None = None) -> EncodedText:

@@ -33,7 +33,8 @@ def sliding_windows(num_tokens: int, window: int, stride: int) -> Iterator[Windo
         window: tokens of a window, at least 2.
         stride: tokens from one window's end to the next, 1 to `window - 1`.
     """
-    assert MIN_WINDOW <= window <= num_tokens and 1 <= stride < window
+    assert MIN_WINDOW <= window <= num_tokens
+    assert 1 <= stride < window
     yield Window(0, window, 1)
     for scored in range(window, num_tokens, stride):
         end = min(scored + stride, num_tokens)
