@@ -1,8 +1,7 @@
-"""A tiny random MoE model with a byte-level tokenizer, in memory and as a folder."""
+"""A tiny random MoE model with a byte-level tokenizer."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,6 +44,18 @@ def make_model(seed: int = 0, vocabulary: int = 300) -> Any:
 
 
 @pytest.fixture(scope="session")
+def tokenizers() -> Any:
+    """Makes tokenizers: see `make_tokenizer`."""
+    return make_tokenizer
+
+
+@pytest.fixture(scope="session")
+def models() -> Any:
+    """Makes models: see `make_model`."""
+    return make_model
+
+
+@pytest.fixture(scope="session")
 def tokenizer() -> Any:
     return make_tokenizer(bos=True)
 
@@ -57,11 +68,3 @@ def model() -> Any:
 @pytest.fixture(scope="session")
 def text() -> str:
     return WORDS * 3
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory, model: Any, tokenizer: Any) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
