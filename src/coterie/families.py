@@ -1,4 +1,4 @@
-"""What each Mixture-of-Experts architecture calls things in its config.json; data, no weights.
+"""What each Mixture-of-Experts architecture calls things, in its config.json and in Transformers; data, no weights.
 
 Source: the configuration classes of Hugging Face Transformers (key names, defaults), its decoder layers and those of
 SGLang and vLLM (which layers are MoE), and the modelling code published with DeepSeek-MoE-16B.
@@ -43,6 +43,8 @@ class Family:
         grouped: when routing is limited to groups: never, when n_group > 1, or when `topk_method` says so too.
         defaults: what Transformers takes when a key of the layout or of the groups is absent. A key that is absent
             both here and in the config is an error.
+        block: attribute of a decoder layer that is the MoE block in an MoE layer (Transformers).
+        router: attribute of the block that chooses; the experts are its attribute `experts` in every family.
     """
 
     model_type: str
@@ -53,6 +55,8 @@ class Family:
     dense: DenseRule = "all"
     grouped: Literal["never", "n_group", "topk_method"] = "never"
     defaults: Mapping[str, int] = field(default_factory=dict)
+    block: str = "mlp"
+    router: str = "gate"
 
 
 _STEP_DEFAULTS = {"decoder_sparse_step": 1}
@@ -73,9 +77,10 @@ _FAMILY_LIST = (
     # no defaults: without a start index Transformers begins at layer 1, vLLM at layer 0
     Family("ernie4_5_moe", "moe_num_experts", top_k="moe_k", shared="moe_num_shared_experts", dense="start_end",
            defaults={"moe_layer_end_index": -1, "moe_layer_interval": 1}),
-    Family("phimoe", "num_local_experts", intermediate="intermediate_size"),
-    Family("granitemoe", "num_local_experts", intermediate="intermediate_size"),
-    Family("gpt_oss", "num_local_experts", intermediate="intermediate_size"),
+    Family("phimoe", "num_local_experts", intermediate="intermediate_size", router="router"),
+    Family("granitemoe", "num_local_experts", intermediate="intermediate_size", block="block_sparse_moe",
+           router="router"),
+    Family("gpt_oss", "num_local_experts", intermediate="intermediate_size", router="router"),
 )  # fmt: skip
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _FAMILY_LIST}
 
@@ -96,7 +101,7 @@ def spec_from_config(config: Config, name: str) -> MoESpec:
     Raises:
         CheckpointError: when a key is missing or wrong, or the model has no MoE layers.
     """
-    config = _text_part(config)
+    config = text_part(config)
     model_type = config.get("model_type")
     if model_type is not None and not isinstance(model_type, str):
         raise CheckpointError(f"model_type = {reprlib.repr(model_type)} in {name}'s config; it must be a string")
@@ -114,7 +119,7 @@ def spec_from_config(config: Config, name: str) -> MoESpec:
     layer_ids = tuple(i for i, moe in enumerate(_moe_layers(config, family, num_model_layers, name)) if moe)
     if not layer_ids:
         raise CheckpointError(f"{name} has no MoE layers: its config makes all {num_model_layers} layers dense")
-    num_groups, topk_groups = _groups(config, family, name)
+    num_groups, topk_groups = routing_groups(config, family, name)
     hidden_size = _count(config, "hidden_size", name) if config.get("hidden_size") is not None else 0
     try:
         return MoESpec(
@@ -139,7 +144,7 @@ def load_spec(path: str | Path) -> MoESpec:
     return spec_from_config(config, name or "model")
 
 
-def _text_part(config: Config) -> Config:
+def text_part(config: Config) -> Config:
     """The part that describes the language model: the config itself, or one level down in multimodal wrappers."""
     if any(config.get(key) for key in EXPERT_KEYS):
         return config
@@ -166,7 +171,7 @@ def _count(config: Config, key: str, name: str, least: int = 1, default: int | N
     return value
 
 
-def _groups(config: Config, family: Family | None, name: str) -> tuple[int, int]:
+def routing_groups(config: Config, family: Family | None, name: str) -> tuple[int, int]:
     """Groups of group-limited routing and how many a token may choose from; (1, 1) when routing is not limited."""
     defaults = family.defaults if family else {}
     method = config.get("topk_method")
