@@ -11,6 +11,7 @@ their number. Weights must not be negative.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 
@@ -237,13 +238,13 @@ def _look_up(table: Tensor, index_KT: Tensor) -> Tensor:
     return torch.index_select(table.reshape(-1), 0, index_KT.reshape(-1)).view(index_KT.shape)
 
 
-def _compared(compare: torch._ops.OpOverloadPacket, x_KT: Tensor) -> Tensor:
+def _compared(compare: Callable[..., Tensor], x_KT: Tensor) -> Tensor:
     """compare(x_j, x_k) for all pairs of slots, [K (j), K (k), T], 1 or 0 in x's dtype: faster than bool on CPUs."""
     out_KKT = x_KT.new_empty(len(x_KT), len(x_KT), x_KT.shape[1])
     return compare(x_KT[:, None], x_KT[None], out=out_KKT)
 
 
-def _lexicographic(compare: torch._ops.OpOverloadPacket, x_KT: Tensor, otherwise_KKT: Tensor) -> Tensor:
+def _lexicographic(compare: Callable[..., Tensor], x_KT: Tensor, otherwise_KKT: Tensor) -> Tensor:
     """compare(x_j, x_k), and where these are equal `otherwise`, [K (j), K (k), T]."""
     return _compared(torch.eq, x_KT).mul_(otherwise_KKT).add_(_compared(compare, x_KT))
 
