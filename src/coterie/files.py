@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -117,27 +118,41 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def replacing_folder(path: Path, mark: str) -> Iterator[Path]:
     """A temporary folder beside `path` that takes its place when the block ends well.
 
-    A folder that is there already is only replaced if it is empty or holds a file named `mark`, which says that
-    the same command wrote it.
+    A folder that is there already is only replaced if it is empty, or if the same command wrote it: it holds a file
+    named `mark`, and no file that the new one does not hold too (numbers in their names aside).
 
     Raises:
-        ConfigError: when `path` is something else, or cannot be written.
+        ConfigError: when `path` is something else, the current folder, or cannot be written.
     """
-    path = Path(path)
-    if path.exists() and not (path.is_dir() and ((path / mark).is_file() or not any(path.iterdir()))):
+    target = Path(os.path.realpath(path))
+    if target.exists() and not (target.is_dir() and ((target / mark).is_file() or not any(target.iterdir()))):
         raise ConfigError(f"{path} exists and was not written by this command; name a new folder")
+    if Path.cwd().is_relative_to(target):
+        raise ConfigError(f"{path} is the current folder and cannot be replaced; name a folder in it")
     try:
-        temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial"))
+        scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.", suffix=".partial"))
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; choose a folder that exists") from error
+    new, old = scratch / "new", scratch / "old"
     try:
-        yield temporary
-        temporary.chmod(0o755)
-        if path.exists():
-            shutil.rmtree(path)
-        temporary.rename(path)
+        new.mkdir()
+        yield new
+        strangers = _shapes(target) - _shapes(new)
+        if strangers:
+            raise ConfigError(f"{path} holds {min(strangers)}, which this command did not write; name a new folder")
+        if target.exists():
+            target.rename(old)
+        new.rename(target)
     except OSError as error:
         reason = f"{error.strerror or error}; free some space or choose another folder"
         raise ConfigError(f"cannot write {path}: {reason}") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if old.exists() and not target.exists():
+            old.rename(target)
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _shapes(folder: Path) -> set[str]:
+    """The files in a folder and below, every number in their names written as #."""
+    files = (found for found in folder.rglob("*") if found.is_symlink() or not found.is_dir())
+    return {re.sub(r"\d+", "#", str(found.relative_to(folder))) for found in files}

@@ -132,8 +132,10 @@ def choose(
     setting: Setting, method: str, fitting: TokenSelector, balance: float | None = None
 ) -> tuple[Candidates, int]:
     """Candidates fitted on `fitting`, and the point of their path that was chosen; see `place`."""
-    if balance is not None and not balance >= 1:
-        raise ConfigError(f"balance = {balance:g}; B is the largest device load over the mean, so at least 1")
+    if balance is not None and not 1 <= balance < np.inf:
+        raise ConfigError(
+            f"balance = {balance:g}; B is the largest device load over the mean: a number from 1 on, 1 being even"
+        )
     if method in ("linear", "eplb", "cap") and balance is None:
         return propose(setting, method, fitting), 0
     inner = split(setting.trace, VALIDATION_SHARE, fitting)
@@ -145,24 +147,26 @@ def choose(
         cap = average(measure_candidates(setting, reference, inner.second).at(reference.path.choice(0)))
         point = _default_point(setting.objective, trial, validation, cap)
     else:
-        point = _first_within(balances, balance, method)
+        point = int(_within(balances, balance, method)[0])
     price = float(trial.path.price_S[point - 1]) if point else -np.inf
     final = propose(setting, method, fitting)
     chosen = final.path.at_price(price)
     if balance is not None:  # the refitted candidates must keep the promise, too
         again = final.path.means(measure_candidates(setting, final, inner.second).values("balance"))
-        chosen = max(chosen, _first_within(again, balance, method))
+        within = _within(again, balance, method)  # B falls along the path where it was fitted; here it need not
+        chosen = int(next((point for point in within if point >= chosen), within[-1]))
     return final, chosen
 
 
-def _first_within(balances: NDArray[np.float64], limit: float, method: str) -> int:
+def _within(balances: NDArray[np.float64], limit: float, method: str) -> NDArray[np.int64]:
+    """The points of a path with at most this B, at least one."""
     within = np.flatnonzero(balances <= limit)
     if not within.size:
         raise InfeasiblePlacement(
             f"no placement by {method} has B <= {limit:g} on the validation slice; the most balanced has "
             f"{balances.min():.3f}: ask for at least that, or record a longer trace"
         )
-    return int(within[0])
+    return within
 
 
 def _default_point(objective: Objective, trial: Candidates, validation: Measured, cap: Mapping[str, float]) -> int:

@@ -74,11 +74,15 @@ def place_in_groups(problem: LayerProblem, place_whole: Place, place_within: Pla
 
 def has_freedom(num_experts: int, num_groups: int, topology: Topology) -> bool:
     """Whether keeping groups whole leaves a placement anything to decide that changes traffic."""
-    slots_G = topology.slots(num_experts)
-    size = num_experts // num_groups
-    group_spans_devices = not (slots_G % size == 0).all()
-    device_holds_several = bool((slots_G > size).any()) and topology.num_devices > 1
-    return group_spans_devices or device_holds_several or 1 < topology.num_nodes < topology.num_devices
+    slots_G, size = topology.slots(num_experts), num_experts // num_groups
+    slots_N = slots_G.reshape(topology.num_nodes, -1).sum(axis=1)
+    return _can_differ(slots_G, size) or _can_differ(slots_N, size)
+
+
+def _can_differ(slots: NDArray[np.int64], size: int) -> bool:
+    """Whether what shares a part can be chosen: whole groups where parts hold them, else experts of a split group."""
+    unit = size if (slots % size == 0).all() else 1
+    return slots.size > 1 and bool((slots > unit).any())
 
 
 def _contract(problem: LayerProblem, size: int, topology: Topology, slots: NDArray[np.int64]) -> LayerProblem:

@@ -137,10 +137,14 @@ class Placement:
         try:
             rows = integer_rows(data["physical_to_logical_map"])
             spec, topology = MoESpec.from_json(data["model"]), Topology.from_json(data["topology"])
-            return cls(rows, topology, spec, dict(data["method"]), dict(data["metrics"]))
+            placement = cls(rows, topology, spec, dict(data["method"]), dict(data["metrics"]))
+            slots = placement.slots_per_device.tolist()
+            if data["slots_per_device"] != slots:
+                raise InfeasiblePlacement(f"slots_per_device says {data['slots_per_device']}, the topology {slots}")
+            return placement
         except KeyError as error:
             raise InfeasiblePlacement(f"{path} lacks {error}; make it again with coterie place") from None
-        except (ConfigError, InfeasiblePlacement, TypeError, ValueError, AttributeError) as error:
+        except (ConfigError, InfeasiblePlacement, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise InfeasiblePlacement(f"{path}: {error}") from error
 
 

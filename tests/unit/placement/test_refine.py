@@ -1,0 +1,82 @@
+"""The default method of one layer: what its candidates promise, whatever the layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coterie.placement.balance import eplb
+from coterie.placement.greedy import algorithm_1
+from coterie.placement.objective import Objective
+from coterie.placement.problem import LayerProblem
+from coterie.placement.refine import refine
+
+
+def plain_costs(problem: LayerProblem, objective: Objective, device_E: Any) -> tuple[float, float]:
+    """The objective without balance, and B, both by window where they take a maximum."""
+    node_G = problem.topology.node_of_device()
+    devices = nodes = 0
+    windows = int(problem.window_U.max()) + 1
+    visits_WG, load_WG = np.zeros((windows, problem.num_devices)), np.zeros((windows, problem.num_devices))
+    for row, tokens, window in zip(problem.sets_UK, problem.multiplicity_U, problem.window_U, strict=True):
+        hosts = [int(device_E[e]) for e in row if e >= 0]
+        devices += tokens * len(set(hosts))
+        nodes += tokens * len({int(node_G[g]) for g in hosts})
+        visits_WG[window, list(set(hosts))] += tokens
+        np.add.at(load_WG[window], hosts, tokens)
+    peak = visits_WG.max(axis=1).sum()
+    cost = (objective.device * devices + objective.node * nodes + objective.peak * peak) / problem.num_tokens
+    return float(cost), float((load_WG.max(axis=1) / load_WG.mean(axis=1)).mean())
+
+
+@pytest.mark.parametrize("topology", ["4", "2x2,inter=3", "3"])
+@pytest.mark.parametrize("kept", [None, 0.7])
+def test_candidates_beat_algorithm_1_and_reach_the_balance_of_eplb(make_problem: Any, topology: str, kept: Any) -> None:
+    problem = make_problem(topology, kept=kept)
+    objective = Objective.for_topology(problem.topology)
+    candidates = refine(problem, objective, 0)
+    figures = [plain_costs(problem, objective, device_E) for device_E in candidates]
+    assert min(cost for cost, _ in figures) <= plain_costs(problem, objective, algorithm_1(problem, 0))[0] + 1e-9
+    assert min(b for _, b in figures) <= plain_costs(problem, objective, eplb(problem))[1] + 1e-6
+    assert len(candidates) <= 8
+    assert len({tuple(row) for row in candidates.tolist()}) == len(candidates)
+    for device_E in candidates:
+        np.testing.assert_array_equal(np.bincount(device_E, minlength=problem.num_devices), problem.slots_G)
+
+
+def test_with_nodes_dear_fewer_nodes_are_visited(make_problem: Any) -> None:
+    problem = make_problem("2x2")
+    cheap, dear = (Objective(device=1, node=node, peak=0, balance=0) for node in (0, 20))
+    nodes_only = Objective(device=0, node=1, peak=0, balance=0)
+
+    def nodes_visited(objective: Objective) -> float:
+        return min(plain_costs(problem, nodes_only, device_E)[0] for device_E in refine(problem, objective, 0, 1))
+
+    assert nodes_visited(dear) < nodes_visited(cheap)
+
+
+def test_the_seed_decides_and_nothing_else(make_problem: Any) -> None:
+    problem = make_problem("4")
+    objective = Objective.for_topology(problem.topology)
+    first, again = (refine(problem, objective, 7) for _ in range(2))
+    np.testing.assert_array_equal(first, again)
+
+
+def test_one_limit_gives_the_cheapest_alone(make_problem: Any) -> None:
+    problem = make_problem("4")
+    objective = Objective.for_topology(problem.topology)
+    assert len(refine(problem, objective, 0, 1)) == 1
+
+
+def test_loads_of_a_sample_are_scaled_to_all_tokens(make_problem: Any) -> None:
+    """Balance is judged by the loads of all tokens even where the sets are a sample."""
+    problem = make_problem("4", tokens=400)
+    skewed = problem.load_E.copy()
+    skewed[3] *= 50
+    found = refine(replace(problem, load_E=skewed), Objective.for_topology(problem.topology), 0)
+    balances = [np.bincount(row, weights=skewed, minlength=4).max() / (skewed.sum() / 4) for row in found]
+    others = np.sort(np.delete(skewed, 3))[:3].sum()
+    assert min(balances) == pytest.approx((skewed[3] + others) / (skewed.sum() / 4))
