@@ -44,7 +44,7 @@ def text(name: str) -> str:
 
 
 def _text_files() -> dict[str, Path]:
-    """The file of every text, plain or compressed, by its name without the endings."""
+    """The file of every text, plain or compressed, by its name without the endings; licences lie beside them."""
     folder = Path(str(files(__name__) / "text"))
-    paths = [*folder.glob("*.txt"), *folder.glob("*.txt.xz")]
+    paths = [path for ending in ("txt", "txt.xz") for path in folder.glob(f"[!A-Z]*.{ending}")]
     return {path.name.removesuffix(".xz").removesuffix(".txt"): path for path in paths}

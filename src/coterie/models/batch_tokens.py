@@ -58,9 +58,9 @@ class TokenTracker:
     chunked prefill too).
 
     `generate` goes on feeding a row that is done until the last row is done. Such a row is known by its input in
-    decoding: from an end token on it is done (no engine would run it on); and padding tokens are skipped, for a row that
-    ended by another rule, such as a stop string, is fed nothing else. A generation that is told to run past end tokens
-    takes `end_token_ids=()`.
+    decoding: from an end token on it is done (no engine would run it on); and padding tokens are skipped, since a row
+    that ended by another rule, such as a stop string, is fed nothing else. A generation that is told to run past end
+    tokens takes `end_token_ids=()`.
 
     Args:
         end_token_ids: ids that end a sequence.

@@ -72,10 +72,7 @@ def record(
         raise ConfigError(f"buffer_tokens = {buffer_tokens}; it must be at least 1")
     out = None if path is None else check_output(Path(path))
     _refuse_training(model)
-    if _is_checkpointing(model):
-        raise ConfigError(
-            "gradient checkpointing runs layers twice, so decisions too; call model.gradient_checkpointing_disable()"
-        )
+    _refuse_checkpointing(model)
     ends = _token_ids(model, "eos_token_id") if end_token_ids is None else end_token_ids
     tracker = TokenTracker(ends, _token_ids(model, "pad_token_id"))
     spec = spec_of(model)
@@ -188,9 +185,12 @@ def _refuse_training(model: Any) -> None:
         raise ConfigError("the model is in training mode, where routing may be noisy or dropped; call model.eval()")
 
 
-def _is_checkpointing(model: Any) -> bool:
-    newer = hasattr(type(model), "is_activation_checkpointing")  # since 5.24, where the older name warns
-    return bool(model.is_activation_checkpointing if newer else model.is_gradient_checkpointing)
+def _refuse_checkpointing(model: Any) -> None:
+    kind = "activation" if hasattr(type(model), "is_activation_checkpointing") else "gradient"  # its name up to 5.23
+    if getattr(model, f"is_{kind}_checkpointing", False):
+        raise ConfigError(
+            f"{kind} checkpointing runs layers twice, so decisions too; call model.{kind}_checkpointing_disable()"
+        )
 
 
 def _token_ids(model: Any, name: str) -> set[int]:
