@@ -22,26 +22,29 @@ def path(name: str) -> Path:
     return Path(str(files(__name__) / f"{name}.npz"))
 
 
-def text_names() -> tuple[str, ...]:
-    """The domains of which a held-out text ships, in order."""
-    return tuple(sorted(_texts()))
+def text_names() -> list[str]:
+    """The held-out texts that ship, one a domain; the models that ship were not trained on them."""
+    return sorted(_text_files())
 
 
 def text(name: str) -> str:
-    """A shipped text, held out from what the shipped models were trained on.
+    """A held-out text that ships with the package.
+
+    Args:
+        name: one of `text_names()`.
 
     Raises:
-        ConfigError: for a domain that is not shipped.
+        ConfigError: for a name that is not shipped.
     """
-    texts = _texts()
-    if name not in texts:
-        raise unknown_name("text domain", name, texts)
-    stored = texts[name].read_bytes()
-    return (lzma.decompress(stored) if texts[name].suffix == ".xz" else stored).decode("utf-8")
+    found = _text_files()
+    if name not in found:
+        raise unknown_name("shipped text", name, found)
+    data = found[name].read_bytes()
+    return (lzma.decompress(data) if found[name].suffix == ".xz" else data).decode("utf-8")
 
 
-def _texts() -> dict[str, Path]:
-    """The file of each text; capitals mark licences and notes."""
+def _text_files() -> dict[str, Path]:
+    """The file of every text, plain or compressed, by its name without the endings; licences lie beside them."""
     folder = Path(str(files(__name__) / "text"))
-    found = (path for path in folder.glob("*.txt*") if path.name.islower())
-    return {path.name.partition(".txt")[0]: path for path in found}
+    paths = [path for ending in ("txt", "txt.xz") for path in folder.glob(f"[!A-Z]*.{ending}")]
+    return {path.name.removesuffix(".xz").removesuffix(".txt"): path for path in paths}
