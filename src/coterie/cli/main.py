@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import coterie
-from coterie.cli import demo, export, place, trace_prune
+from coterie.cli import demo, evaluate, export, place, record, trace_prune
 from coterie.cli.trace_import import trace_import
 from coterie.cli.trace_info import trace_info
 from coterie.cli.trace_synthesize import trace_synthesize
@@ -46,8 +46,10 @@ def _options(
 app.command("demo")(demo.demo)
 app.command("compare")(place.compare)
 app.command("place")(place.place)
+app.command("record")(record.record)
 app.command("export")(export.export)
 app.command("validate")(export.validate)
+app.command("eval")(evaluate.evaluate_model)
 trace.command("import")(trace_import)
 trace.command("info")(trace_info)
 trace.command("synthesize")(trace_synthesize)
