@@ -272,7 +272,7 @@ def show_quality(name: str, topology: Topology, result: dict[str, Any]) -> None:
         )
     for ratio in result["lost_at_equal_peak"]:
         print(
-            f"at the peak of cap p = {ratio['p']}, {'' if ratio['renormalise'] else 'not '}renormalised, of cap's loss: "
+            f"at the peak of cap p = {ratio['p']}, {'' if ratio['renormalise'] else 'not '}renormalised, of its loss: "
             f"priced {ratio['priced_increase']:.2f} in perplexity and {ratio['priced_kl']:.2f} in KL, "
             f"naive {ratio['naive_increase']:.2f} and {ratio['naive_kl']:.2f}; "
             f"priced loses the least: {'yes' if ratio['least'] else 'NO'}"
