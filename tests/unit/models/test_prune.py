@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -201,14 +202,18 @@ def test_by_default_it_renormalises_where_the_model_does(family: str, load: Any)
             assert np.isin(pruned[0][2], [0.0, *decisions[0][2].ravel()]).all()
 
 
-def test_an_unknown_family_must_be_told(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("says", "expected"), [(True, True), (False, False), (None, None)])
+def test_another_family_goes_by_its_config_or_must_be_told(says: bool | None, expected: bool | None) -> None:
     from coterie.models.prune import renormalises
 
-    monkeypatch.setattr(qwen.config, "model_type", "new_moe")
-    assert renormalises(qwen)  # norm_topk_prob
-    monkeypatch.setattr(qwen.config, "norm_topk_prob", None)
-    with pytest.raises(ConfigError, match="say renormalise=True or False"):
-        renormalises(qwen)
+    config = SimpleNamespace(model_type="new_moe", norm_topk_prob=says)
+    config.get_text_config = lambda: config
+    model = SimpleNamespace(config=config)
+    if expected is None:
+        with pytest.raises(ConfigError, match="say renormalise=True or False"):
+            renormalises(model)
+    else:
+        assert renormalises(model) is expected
 
 
 def test_bad_arguments_are_one_clear_error(qwen: Any) -> None:
