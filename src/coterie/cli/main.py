@@ -9,6 +9,7 @@ import typer
 
 import coterie
 from coterie.cli import demo, export, place, trace_prune
+from coterie.cli.model_info import model_info
 from coterie.cli.trace_import import trace_import
 from coterie.cli.trace_info import trace_info
 from coterie.cli.trace_synthesize import trace_synthesize
@@ -26,6 +27,8 @@ app = typer.Typer(
 )
 trace = typer.Typer(help="Import, inspect, prune and synthesize routing traces.", no_args_is_help=True)
 app.add_typer(trace, name="trace")
+model = typer.Typer(help="Inspect models.", no_args_is_help=True)
+app.add_typer(model, name="model")
 
 
 def _show_version(wanted: bool) -> None:
@@ -52,6 +55,7 @@ trace.command("import")(trace_import)
 trace.command("info")(trace_info)
 trace.command("synthesize")(trace_synthesize)
 trace.command("prune")(trace_prune.trace_prune)
+model.command("info")(model_info)
 
 
 def main() -> None:
