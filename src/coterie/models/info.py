@@ -30,7 +30,7 @@ class ModelInfo:
         family: its `model_type`.
         expert_width: neurons of a routed expert; None when its config does not say.
         shared_experts: experts that every token passes; None when its config does not say.
-        dtype: element type of the routed experts.
+        dtype: element type of the routed experts, or how they are quantized.
         measured: whether the bytes are those of the files; otherwise of the model its config describes.
         expert_bytes: one routed expert of one layer (of the largest, where layers differ).
         experts_bytes: all routed experts.
@@ -67,7 +67,8 @@ def model_info(model: str | Path) -> ModelInfo:
     """The shape and size of a model: a folder, a config.json, a shipped model's name or a hub id.
 
     Sizes come from the headers of its safetensors files where it has them, else from building the model that the
-    config describes without memory for its weights, which needs transformers.
+    config describes without memory for its weights, which needs transformers; then routers and biases that
+    Transformers always holds in float32 count as float32, though some published files hold them in 16 bits.
 
     Raises:
         BackendUnavailable: when the sizes have to come from the config and transformers is not installed.
@@ -83,13 +84,14 @@ def model_info(model: str | Path) -> ModelInfo:
     skeleton = build_skeleton(file) if folder is None or family is None else None
     spec = spec_from_config(config, model_name(file)) if family else spec_of(skeleton)
     sizes = _from_headers(read_headers(folder), spec, folder) if folder else _from_skeleton(skeleton)
-    notes = []
-    if folder is None and config.get("quantization_config"):
-        notes.append("the config names a quantization; the bytes are those of the unquantized weights")
+    quantization = config.get("quantization_config")
+    notes: tuple[str, ...] = ()
+    if quantization and folder is None:
+        notes = ("the config names a quantization; the bytes are those of the unquantized weights",)
+    elif isinstance(quantization, dict):
+        sizes = (str(quantization.get("quant_method", sizes[0])), *sizes[1:])
     width = config.get(family.intermediate if family else "moe_intermediate_size")
-    return ModelInfo(
-        spec, str(config.get("model_type")), width, shared_experts(config, family), *sizes, notes=tuple(notes)
-    )
+    return ModelInfo(spec, str(config.get("model_type")), width, shared_experts(config, family), *sizes, notes=notes)
 
 
 def _from_headers(tensors: Mapping[str, StoredTensor], spec: MoESpec, folder: Path) -> tuple[str, bool, int, int, int]:

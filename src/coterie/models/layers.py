@@ -66,7 +66,7 @@ def find_moe_layers(model: Any) -> list[MoELayer]:
     """
     name = _name(model)
     family = FAMILIES.get(str(model.config.model_type))
-    found = dict(_by_name(model, family) if family else _by_input(model, name))
+    found = dict(_by_name(model, family)) if family else _by_input(model, name)
     if not found:
         raise _none_found(model, name)
     spec = _spec(model, family, found)
@@ -102,19 +102,24 @@ def _by_name(model: Any, family: Family) -> Iterator[tuple[int, _Parts]]:
             yield index, (block, router, experts)
 
 
-def _by_input(model: Any, name: str) -> Iterator[tuple[int, _Parts]]:
+def _by_input(model: Any, name: str) -> dict[int, _Parts]:
+    found: dict[int, _Parts] = {}
     for path, experts in model.named_modules():
         layer = _LAYER.search(path)
         if layer is None or not takes_decisions(experts):
             continue
         block = model.get_submodule(path.rpartition(".")[0])
         router = next((getattr(block, each) for each in _ROUTER_NAMES if hasattr(block, each)), None)
-        if router is None:
+        reason = f"the router beside {path} is named neither {' nor '.join(_ROUTER_NAMES)}" if router is None else None
+        if int(layer[1]) in found:
+            reason = f"{path} is the second experts module in a layer {layer[1]}"
+        if reason:
             raise CheckpointError(
-                f"{name} has the unknown model_type {model.config.model_type!r}, and the router beside {path} is named "
-                f"neither {' nor '.join(_ROUTER_NAMES)}; known families: {', '.join(FAMILIES)}"
+                f"{name} has the unknown model_type {model.config.model_type!r}, and {reason}; "
+                f"known families: {', '.join(FAMILIES)}"
             )
-        yield int(layer[1]), (block, router, experts)
+        found[int(layer[1])] = (block, router, experts)
+    return found
 
 
 def takes_decisions(module: Any) -> bool:

@@ -183,10 +183,10 @@ def _from_hub(name: str, patterns: tuple[str, ...]) -> Path:
     hub = importlib.import_module("huggingface_hub")
     try:
         return Path(hub.snapshot_download(name, allow_patterns=list(patterns)))
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the network's errors are of many kinds
         raise CheckpointError(
-            f"cannot get {name} from the hub, and it is not in the local cache: {_line(error)} "
-            "Download it elsewhere and give its folder"
+            f"cannot get {name} from the hub, and it is not in the local cache ({_line(error)}); download it elsewhere "
+            "and give its folder"
         ) from error
 
 

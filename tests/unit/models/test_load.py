@@ -204,6 +204,63 @@ def test_a_hub_id_that_cannot_be_reached_is_refused(capfd, monkeypatch, tmp_path
     refused("someone/some-model", "cannot get someone/some-model from the hub", capfd)
 
 
+def test_a_model_in_the_hub_s_cache_needs_no_network_and_keeps_its_name(copy, monkeypatch, tmp_path):
+    import huggingface_hub.constants
+
+    from coterie.models.info import model_info
+    from coterie.models.layers import spec_of
+    from coterie.models.load import load_model
+
+    cached = tmp_path / "hub" / "models--someone--some-model"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0123abcd")
+    shutil.copytree(copy("olmoe"), cached / "snapshots" / "0123abcd")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cached.parent))
+    assert spec_of(load_model("someone/some-model")).model == "some-model"
+    assert model_info("someone/some-model").spec.model == "some-model"
+
+
+def test_published_mxfp4_weights_are_those_that_run(copy):
+    """Blocks of 32 four-bit floats with a common power of two, two floats a byte, the lower half first."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from coterie.models.layers import find_moe_layers
+    from coterie.models.load import load_model
+
+    folder = copy("gpt_oss", intermediate_size=64, quantization_config={"quant_method": "mxfp4"})
+    tensors = load_file(folder / "model.safetensors")
+    random, values = torch.Generator().manual_seed(0), torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    expected = {}
+    for layer in range(3):
+        at = f"model.layers.{layer}.mlp.experts."
+        tensors[f"{at}gate_up_proj_bias"] = torch.zeros(8, 128)
+        for name, rows, columns in (("gate_up_proj", 128, 32), ("down_proj", 32, 64)):
+            del tensors[at + name]
+            blocks = torch.randint(256, (8, rows, columns // 32, 16), generator=random)
+            scales = torch.randint(120, 126, (8, rows, columns // 32), generator=random)
+            tensors[f"{at}{name}_blocks"] = blocks.to(torch.uint8)
+            tensors[f"{at}{name}_scales"] = scales.to(torch.uint8)
+            halves = torch.stack([blocks % 16, blocks // 16], -1).flatten(-2)
+            floats = values[halves % 8] * (1 - 2 * (halves // 8)) * 2.0 ** (scales[..., None] - 127)
+            expected[layer, name] = floats.flatten(-2).transpose(1, 2)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    for index, layer in enumerate(find_moe_layers(load_model(folder, "bfloat16"))):
+        for name in ("gate_up_proj", "down_proj"):
+            assert (getattr(layer.experts, name).float() == expected[index, name]).all()
+
+
+def test_another_version_of_transformers_is_refused(monkeypatch):
+    import transformers
+
+    from coterie.models.load import load_model
+
+    monkeypatch.setattr(transformers, "__version__", "4.57.1")
+    with pytest.raises(BackendUnavailable, match=r"transformers 4\.57\.1 is installed.*5\.23"):
+        load_model("anything")
+
+
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):
     import sys
 
