@@ -18,6 +18,8 @@ from coterie.errors import CoterieError
 # click's own class; newer typer carries its copy of click under a private name
 UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 
+INTERRUPTED = 130  # the shell's 128 + SIGINT
+
 app = typer.Typer(
     name="coterie",
     help="Where experts live and what a token may skip, decided from routing traces.",
@@ -70,7 +72,9 @@ def main() -> None:
     except (CoterieError, OSError) as error:
         _fail(str(error), 2)
     except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted; nothing was written", 130)
+        code = INTERRUPTED
+    if code == INTERRUPTED:  # what typer itself returns for Ctrl-C, without a word
+        _fail("interrupted; nothing was written", INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
 
 
