@@ -60,3 +60,55 @@ def test_a_dense_model_has_none():
 
     with pytest.raises(CheckpointError, match="no MoE layers"):
         find_moe_layers(build("llama", intermediate_size=48, num_hidden_layers=2))
+
+
+def made_of(blocks):
+    """A model of an unknown family whose layer i is blocks[i]."""
+    from types import SimpleNamespace
+
+    from torch import nn
+
+    config = {"model_type": "novel", "num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": len(blocks)}
+    model = nn.Module()
+    model.layers = nn.ModuleList(blocks)
+    model.config = SimpleNamespace(model_type="novel", name_or_path="", to_dict=lambda: config)
+    return model
+
+
+def block_of(router="gate", experts=("experts",), order=("hidden", "top_k_index", "top_k_weights")):
+    from torch import nn
+
+    namespace = {}
+    exec(f"def forward(self, {', '.join(order)}): return {order[0]}", namespace)  # a signature of our choice
+    block = nn.Module()
+    block.add_module(router, nn.Linear(2, 4))
+    for name in experts:
+        module = type("Experts", (nn.Module,), {"forward": namespace["forward"], "num_experts": 4})()
+        block.add_module(name, module)
+    return block
+
+
+def test_a_novel_family_needs_experts_that_take_ids_and_weights_beside_a_router():
+    from coterie.models.layers import find_moe_layers
+
+    novel = made_of([block_of(order=("hidden",)), block_of("router"), block_of()])
+    found = find_moe_layers(novel)
+    assert [(layer.index, layer.model_layer, layer.top_k) for layer in found] == [(0, 1, 2), (1, 2, 2)]
+    assert found[0].router is novel.layers[1].router
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"router": "chooser"}, "the router beside layers.0.experts is named neither gate nor router"),
+        ({"experts": ("experts", "more")}, "layers.0.more is the second experts module in a layer 0"),
+        ({"order": ("hidden", "top_k_weights", "top_k_index")}, "unsupported model_type 'novel'"),
+        ({"order": ("hidden", "cache", "mask")}, "unsupported model_type 'novel'"),
+    ],
+)
+def test_a_novel_family_that_is_not_understood_is_refused_by_name(block, message):
+    from coterie.models.layers import find_moe_layers
+
+    with pytest.raises(CheckpointError, match=message) as caught:
+        find_moe_layers(made_of([block_of(**block)]))
+    assert "'novel'" in str(caught.value)
