@@ -97,9 +97,7 @@ def _fitted(
         return Cap(choice.p) if choice.name == "cap" else Naive(choice.p)
     if trace is None:
         what = "the rule priced" if choice.name == "priced" else "a target peak"
-        raise ConfigError(
-            f"{what} is fitted on a trace of the model; record one on other text (coterie record; --fit)"
-        )
+        raise ConfigError(f"{what} is fitted on a trace of the model; record one on other text (coterie record; --fit)")
     ours, theirs = ((each.num_layers, each.num_experts, each.top_k) for each in (spec, trace.spec))
     if ours != theirs:
         raise TraceError(
