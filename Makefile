@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 comma := ,
 
-.PHONY: demo test lint check bench clean
+.PHONY: demo test lint check bench train-tiny clean
 
 # Numba's threads are not used; BLAS threads only fight the layers' own.
 export OMP_NUM_THREADS ?= 1
@@ -36,6 +36,12 @@ bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/partitioner.py
 	$(BIN)/python benchmarks/speed.py
 	$(BIN)/python benchmarks/synthetic.py
+
+# Trains the two models that ship (src/coterie/data/models) and the dense ones they are compared with; MINUTES for each.
+MINUTES ?= 60
+train-tiny: $(VENV)/.installed-models
+	MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=8589934592 OMP_WAIT_POLICY=PASSIVE \
+		$(BIN)/python -m training.train_tiny all --minutes $(MINUTES)
 
 clean:
 	rm -rf $(VENV) build dist coterie-demo

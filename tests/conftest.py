@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +17,8 @@ from coterie.spec import MoESpec
 from coterie.topology import Topology
 from coterie.trace.routing_trace import RoutingTrace
 
+_EXTRAS = {"transformers": "models", "lm_eval": "eval"}
+
 settings.register_profile("coterie", deadline=None, derandomize=True)
 settings.load_profile("coterie")
 
@@ -24,7 +28,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker in item.iter_markers("needs"):
         package = marker.args[0]
         if importlib.util.find_spec(package) is None:
-            reason = f"needs {package}: pip install 'coterie[{package}]'"
+            reason = f"needs {package}: pip install 'coterie[{_EXTRAS.get(package, package)}]'"
             if os.environ.get("COTERIE_REQUIRE_ALL") == "1":
                 pytest.fail(reason, pytrace=False)
             pytest.skip(reason)
@@ -85,3 +89,102 @@ def make_problem(make_trace: MakeTrace) -> MakeProblem:
         return build_problem(make_trace(**{"layers": 1, **trace}), 0, parsed, keep_groups=keep_groups)
 
     return make
+
+
+# ---- tiny random checkpoints of every family ------------------------------------------------------------------------
+
+_SIZES = {
+    "vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.2,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_NARROW = {"moe_intermediate_size": 24, "num_experts_per_tok": 3}
+_GROUPS = {"n_group": 4, "topk_group": 2}
+_MLA = {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+    "v_head_dim": 8, "first_k_dense_replace": 1, "n_shared_experts": 1, "n_routed_experts": 8, **_NARROW, **_GROUPS,
+}  # fmt: skip
+_LOCAL = {"num_local_experts": 8, "num_experts_per_tok": 3}
+TINY_CONFIGS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen2_moe": {"num_experts": 8, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1], **_NARROW},
+    "qwen3_moe": {"num_experts": 8, "norm_topk_prob": True, "head_dim": 8, **_NARROW},
+    "deepseek": {"first_k_dense_replace": 1, "n_shared_experts": 2, "n_routed_experts": 8, **_NARROW},
+    "deepseek_v2": {**_MLA, "topk_method": "group_limited_greedy", "routed_scaling_factor": 2.0},
+    "deepseek_v3": {**_MLA, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+    "glm4_moe": {
+        "first_k_dense_replace": 1, "n_shared_experts": 1, "n_routed_experts": 8, "head_dim": 8,
+        "norm_topk_prob": True, "routed_scaling_factor": 1.5, **_NARROW, **_GROUPS,
+    },
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": False},
+    "ernie4_5_moe": {
+        "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 24, "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1, "moe_layer_end_index": 2,
+    },
+    "phimoe": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "granitemoe": _LOCAL,
+    "gpt_oss": {
+        **_LOCAL, "head_dim": 8, "sliding_window": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}  # fmt: skip
+
+
+class TinyCheckpoint(Protocol):
+    """See `tiny_checkpoint`."""
+
+    def __call__(self, family: str, dtype: str = "float32") -> Path: ...
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
+    """Makes model folders with random weights, one of each family, saved by Transformers' own class.
+
+    3 layers, 8 experts, hidden size 32, a byte-level tokenizer of 260 tokens (0 padding, 1 begin, 2 end). Routers have
+    weights, and biases where the family has them, that spread the choices. Each is made once; do not write to it.
+    """
+    made: dict[tuple[str, str], Path] = {}
+
+    def make(family: str, dtype: str = "float32") -> Path:
+        key = (family, dtype)
+        if key not in made:
+            made[key] = _save_tiny(family, dtype, tmp_path_factory.mktemp(f"{family}-{dtype}"))
+        return made[key]
+
+    return make
+
+
+def _save_tiny(family: str, dtype: str, folder: Path) -> Path:
+    import torch
+    import transformers
+
+    from coterie.models.backend import quiet
+
+    if family == "deepseek":
+        importlib.import_module("coterie.models.deepseek").register()
+    config = transformers.AutoConfig.for_model(family, **{**_SIZES, **TINY_CONFIGS[family]})
+    with quiet(), torch.random.fork_rng():
+        torch.manual_seed(sum(map(ord, family)))
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if "e_score_correction_bias" in name or name.endswith("router.bias"):
+                torch.nn.init.normal_(tensor.data, std=0.3)
+        model.save_pretrained(folder)
+        _tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def _tiny_tokenizer() -> Any:
+    """One token a byte, and the three special ones."""
+    import tokenizers
+    import transformers
+
+    special = ["<pad>", "<s>", "</s>"]
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*special, *alphabet])}
+    raw = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges=[]))
+    raw.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = tokenizers.decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=raw, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )

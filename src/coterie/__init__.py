@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from coterie.errors import CoterieError as CoterieError
+    from coterie.models.prune import prune_destinations as prune_destinations
+    from coterie.models.record import record as record
     from coterie.placement.placement import Placement as Placement
     from coterie.spec import MoESpec as MoESpec
     from coterie.topology import Topology as Topology
@@ -23,6 +25,8 @@ _HOME = {
     "Placement": "coterie.placement.placement",
     "RoutingTrace": "coterie.trace.routing_trace",
     "Topology": "coterie.topology",
+    "prune_destinations": "coterie.models.prune",
+    "record": "coterie.models.record",
 }
 __all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604 - all strings
 

@@ -1,4 +1,4 @@
-"""What each Mixture-of-Experts architecture calls things in its config.json; data, no weights.
+"""What each Mixture-of-Experts architecture calls things, in its config.json and in Transformers; data, no weights.
 
 Source: the configuration classes of Hugging Face Transformers (key names, defaults), its decoder layers and those of
 SGLang and vLLM (which layers are MoE), and the modelling code published with DeepSeek-MoE-16B.
@@ -7,6 +7,7 @@ SGLang and vLLM (which layers are MoE), and the modelling code published with De
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import reprlib
 from collections.abc import Callable, Mapping
@@ -37,12 +38,15 @@ class Family:
             `EXPERT_KEYS`, which is accepted too.
         top_k: key of the routed experts chosen for each token.
         intermediate: key of the routed experts' width.
-        shared: key that tells of shared experts (their number; in qwen2_moe the width of its one), or None.
+        shared: key that tells of shared experts, or None.
+        shared_is_width: the key gives the width of the one shared expert, not a number of them.
         dense: which layers are MoE: all; from `first_k_dense_replace` on, each `moe_layer_freq`-th; each
             `decoder_sparse_step`-th without `mlp_only_layers`; each `moe_layer_interval`-th from start to end index.
         grouped: when routing is limited to groups: never, when n_group > 1, or when `topk_method` says so too.
         defaults: what Transformers takes when a key of the layout or of the groups is absent. A key that is absent
             both here and in the config is an error.
+        block: attribute of a decoder layer that is the MoE block in an MoE layer (Transformers).
+        router: attribute of the block that chooses; the experts are its attribute `experts` in every family.
     """
 
     model_type: str
@@ -50,16 +54,19 @@ class Family:
     top_k: str = "num_experts_per_tok"
     intermediate: str = "moe_intermediate_size"
     shared: str | None = None
+    shared_is_width: bool = False
     dense: DenseRule = "all"
     grouped: Literal["never", "n_group", "topk_method"] = "never"
     defaults: Mapping[str, int] = field(default_factory=dict)
+    block: str = "mlp"
+    router: str = "gate"
 
 
 _STEP_DEFAULTS = {"decoder_sparse_step": 1}
 _FAMILY_LIST = (
     Family("mixtral", "num_local_experts", intermediate="intermediate_size"),
-    Family("qwen2_moe", "num_experts", shared="shared_expert_intermediate_size", dense="sparse_step",
-           defaults=_STEP_DEFAULTS),
+    Family("qwen2_moe", "num_experts", shared="shared_expert_intermediate_size", shared_is_width=True,
+           dense="sparse_step", defaults=_STEP_DEFAULTS),
     Family("qwen3_moe", "num_experts", dense="sparse_step", defaults=_STEP_DEFAULTS),
     Family("deepseek", "n_routed_experts", shared="n_shared_experts", dense="first_k",
            defaults={"moe_layer_freq": 1}),
@@ -73,9 +80,10 @@ _FAMILY_LIST = (
     # no defaults: without a start index Transformers begins at layer 1, vLLM at layer 0
     Family("ernie4_5_moe", "moe_num_experts", top_k="moe_k", shared="moe_num_shared_experts", dense="start_end",
            defaults={"moe_layer_end_index": -1, "moe_layer_interval": 1}),
-    Family("phimoe", "num_local_experts", intermediate="intermediate_size"),
-    Family("granitemoe", "num_local_experts", intermediate="intermediate_size"),
-    Family("gpt_oss", "num_local_experts", intermediate="intermediate_size"),
+    Family("phimoe", "num_local_experts", intermediate="intermediate_size", router="router"),
+    Family("granitemoe", "num_local_experts", intermediate="intermediate_size", block="block_sparse_moe",
+           router="router"),
+    Family("gpt_oss", "num_local_experts", intermediate="intermediate_size", router="router"),
 )  # fmt: skip
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _FAMILY_LIST}
 
@@ -96,7 +104,7 @@ def spec_from_config(config: Config, name: str) -> MoESpec:
     Raises:
         CheckpointError: when a key is missing or wrong, or the model has no MoE layers.
     """
-    config = _text_part(config)
+    config = text_part(config)
     model_type = config.get("model_type")
     if model_type is not None and not isinstance(model_type, str):
         raise CheckpointError(f"model_type = {reprlib.repr(model_type)} in {name}'s config; it must be a string")
@@ -114,7 +122,7 @@ def spec_from_config(config: Config, name: str) -> MoESpec:
     layer_ids = tuple(i for i, moe in enumerate(_moe_layers(config, family, num_model_layers, name)) if moe)
     if not layer_ids:
         raise CheckpointError(f"{name} has no MoE layers: its config makes all {num_model_layers} layers dense")
-    num_groups, topk_groups = _groups(config, family, name)
+    num_groups, topk_groups = routing_groups(config, family, name)
     hidden_size = _count(config, "hidden_size", name) if config.get("hidden_size") is not None else 0
     try:
         return MoESpec(
@@ -132,14 +140,43 @@ def load_spec(path: str | Path) -> MoESpec:
     """
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
+    return spec_from_config(read_config(file), model_name(file))
+
+
+def model_name(path: Path) -> str:
+    """What to call a model, from its folder or its config.json; in the hub's cache the folder's name is a hash."""
+    path = path.absolute()
+    if path.name != "config.json" and not path.is_dir():
+        return path.stem
+    folder = Path(os.path.normpath(path if path.is_dir() else path.parent))
+    if folder.parent.name == "snapshots":
+        return folder.parent.parent.name.rpartition("--")[2]
+    return folder.name or "model"
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The contents of a config.json.
+
+    Raises:
+        CheckpointError: when there is no such file, or it holds no JSON object.
+    """
     config = parse_json(read_text(file, CheckpointError), file, CheckpointError)
     if not isinstance(config, dict):
         raise CheckpointError(f"{file} holds no JSON object; give a model's config.json or the folder that holds it")
-    name = file.resolve().parent.name if file.name == "config.json" else file.stem
-    return spec_from_config(config, name or "model")
+    return config
 
 
-def _text_part(config: Config) -> Config:
+def shared_experts(config: Config, family: Family | None) -> int | None:
+    """How many experts every token passes besides the routed ones; None when the config does not say."""
+    if family is not None and family.shared is None:
+        return 0
+    value = None if family is None or family.shared is None else config.get(family.shared)
+    if not isinstance(value, int):
+        return None
+    return min(value, 1) if family is not None and family.shared_is_width else value
+
+
+def text_part(config: Config) -> Config:
     """The part that describes the language model: the config itself, or one level down in multimodal wrappers."""
     if any(config.get(key) for key in EXPERT_KEYS):
         return config
@@ -166,7 +203,7 @@ def _count(config: Config, key: str, name: str, least: int = 1, default: int | N
     return value
 
 
-def _groups(config: Config, family: Family | None, name: str) -> tuple[int, int]:
+def routing_groups(config: Config, family: Family | None, name: str) -> tuple[int, int]:
     """Groups of group-limited routing and how many a token may choose from; (1, 1) when routing is not limited."""
     defaults = family.defaults if family else {}
     method = config.get("topk_method")

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 import coterie
-from coterie.cli import demo, export, place, trace_prune
+from coterie.cli import demo, evaluate, export, place, record, trace_prune
+from coterie.cli.model_info import model_info
 from coterie.cli.trace_import import trace_import
 from coterie.cli.trace_info import trace_info
 from coterie.cli.trace_synthesize import trace_synthesize
@@ -28,6 +29,8 @@ app = typer.Typer(
 )
 trace = typer.Typer(help="Import, inspect, prune and synthesize routing traces.", no_args_is_help=True)
 app.add_typer(trace, name="trace")
+model = typer.Typer(help="Inspect models.", no_args_is_help=True)
+app.add_typer(model, name="model")
 
 
 def _show_version(wanted: bool) -> None:
@@ -48,12 +51,15 @@ def _options(
 app.command("demo")(demo.demo)
 app.command("compare")(place.compare)
 app.command("place")(place.place)
+app.command("record")(record.record)
 app.command("export")(export.export)
 app.command("validate")(export.validate)
+app.command("eval")(evaluate.evaluate_model)
 trace.command("import")(trace_import)
 trace.command("info")(trace_info)
 trace.command("synthesize")(trace_synthesize)
 trace.command("prune")(trace_prune.trace_prune)
+model.command("info")(model_info)
 
 
 def main() -> None:

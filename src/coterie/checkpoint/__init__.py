@@ -1,0 +1,1 @@
+"""Weights at rest: what checkpoint files hold."""

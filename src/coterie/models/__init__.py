@@ -1,0 +1,1 @@
+"""Real checkpoints through Hugging Face Transformers: find, load and watch their MoE layers."""

@@ -1,0 +1,254 @@
+"""Destination pruning on a live model: tokens skip devices as they would where its experts are spread over some."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from coterie.errors import ConfigError, unknown_name
+from coterie.models.backend import import_transformers
+from coterie.models.intercept import intercept
+from coterie.models.layers import MoELayer, spec_of
+from coterie.models.prune_counts import PruneCounter, PruneStats
+from coterie.placement.placement import Placement
+from coterie.pruning.destinations import Cap, Naive, Priced, PruningRule
+from coterie.pruning.routed import linear_devices
+from coterie.spec import MoESpec
+from coterie.topology import Topology
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Homes = Literal["rows"] | Sequence[int] | None
+RULES = ("cap", "naive", "priced")
+
+# families whose chosen weights always, or never, sum to one; the others say so by `norm_topk_prob`
+_RENORMALISES = {
+    "mixtral": True, "ernie4_5_moe": True, "granitemoe": True, "gpt_oss": True, "deepseek_v2": False, "phimoe": False,
+}  # fmt: skip
+
+
+@contextmanager
+def prune_destinations(
+    model: Any,
+    placement: Placement | None = None,
+    p: float | None = None,
+    rule: str | PruningRule = "cap",
+    *,
+    thetas: ArrayLike | None = None,
+    floor: float = 0.0,
+    topology: Topology | str | None = None,
+    homes: Homes = "rows",
+    renormalise: bool | None = None,
+    count: bool | PruneCounter = True,
+) -> Iterator[DestinationPruner]:
+    """Drop destinations in every MoE layer while the block runs the model, in prefill and in generation.
+
+    The experts of a dropped device get weight zero: outputs are those of a cluster that does not send the token
+    there. No time is saved in one process, where the experts still run. p = 0 changes nothing, bit for bit. At the
+    end, or on an error, the hooks are removed and the model is as it was. Padding is pruned, and counted, like any
+    token.
+
+    Source: CAP §VI; `priced` goes beyond it (see `coterie.pruning.destinations`).
+
+    Args:
+        model: a Transformers model.
+        placement: where its experts live; None: in order on the devices of `topology`.
+        p: for "cap" and "naive", the share of a token's weight that may be dropped, in [0, 1).
+        rule: "cap", "naive", "priced", or a rule that was fitted on a trace (`pruning.fitting.fit_rule`).
+        thetas: for "priced", [L, G], the least share of a token's weight that is worth one unit of cost.
+        floor: for "priced", the least share of its weight that a token keeps.
+        topology: without a placement, the devices.
+        homes: where tokens' attention runs: "rows" for device `row mod G` of the batch, as traces have it by
+            sequence; a device for each row; None for no home, where every device costs 1.
+        renormalise: rescale a token's kept weights to the sum of all K; None: as the model does with its top-k
+            weights (see `renormalises`).
+        count: keep the figures that `DestinationPruner.stats` gives; a counter sums them up over several blocks.
+
+    Yields:
+        The pruner.
+
+    Raises:
+        CheckpointError: when the model has no MoE layers that are recognised.
+        ConfigError: for an unknown rule, one without its strength, or homes that are no devices.
+        InfeasiblePlacement: when the placement is of another model or the experts do not fit the topology.
+    """
+    import_transformers()
+    spec = spec_of(model)
+    device_LE, links = _where(spec, placement, topology)
+    pruner = DestinationPruner(
+        spec, device_LE, links, _rule(rule, p, thetas, floor, (spec.num_layers, links.num_devices)),
+        _homes(homes, links.num_devices), renormalises(model) if renormalise is None else renormalise, count,
+    )  # fmt: skip
+    with ExitStack() as stack:
+        # the first block tells how many rows the flattened tokens are of
+        layers = stack.enter_context(intercept(model, pruner.decide))
+        stack.callback(layers[0].block.register_forward_pre_hook(pruner.see_batch, with_kwargs=True).remove)
+        pruner.attach(layers)
+        yield pruner
+
+
+class DestinationPruner:
+    """What `prune_destinations` yields.
+
+    Attributes:
+        rule: the rule, with its strength.
+        topology: devices and link costs.
+        device_LE: [L, E], the device of each expert.
+        renormalise: whether kept weights are rescaled.
+    """
+
+    def __init__(
+        self, spec: MoESpec, device_LE: NDArray[np.int64], topology: Topology, rule: PruningRule, homes: Homes,
+        renormalise: bool, count: bool | PruneCounter,
+    ) -> None:  # fmt: skip
+        self.rule, self.topology, self.device_LE, self.renormalise = rule, topology, device_LE, renormalise
+        self._torch = importlib.import_module("torch")
+        self._op = importlib.import_module("coterie.ops.prune_destinations")
+        self._homes = homes
+        self._home_T: Any = None
+        self._tables: list[tuple[Any, Any, Any]] = []  # of each layer: its experts' devices, links, thetas
+        if isinstance(count, bool):
+            self._counter = PruneCounter(spec.num_layers, topology.num_devices) if count else None
+        else:
+            self._counter = count
+
+    def stats(self) -> PruneStats:
+        """What was pruned so far.
+
+        Raises:
+            ConfigError: when nothing was counted.
+        """
+        if self._counter is None:
+            raise ConfigError("nothing was counted: prune_destinations was given count=False; leave it out")
+        return self._counter.stats()
+
+    def attach(self, layers: Sequence[MoELayer]) -> None:
+        """Put the tables beside each layer's router."""
+        torch = self._torch
+        for layer, device_E in zip(layers, self.device_LE, strict=True):
+            beside = next(layer.router.parameters())
+            exact = torch.float64 if beside.dtype == torch.float64 else torch.float32
+            theta_LG = self.rule.theta_LG if isinstance(self.rule, Priced) else None
+            theta_G = None if theta_LG is None else torch.tensor(theta_LG[layer.index], dtype=exact)
+            self._tables.append((
+                torch.tensor(device_E, device=beside.device),
+                self._op.Links.of(self.topology.cost_matrix(), beside.device, exact),
+                None if theta_G is None else theta_G.to(beside.device),
+            ))  # fmt: skip
+        if self._counter is not None:
+            self._counter.attach([table[0].device for table in self._tables])
+
+    def see_batch(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the first MoE layer: the home of every token of this forward call."""
+        if self._homes is None:
+            return
+        torch = self._torch
+        hidden = next(value for value in (*args, *kwargs.values()) if torch.is_tensor(value))
+        rows, width = hidden.shape[:2] if hidden.dim() == 3 else (hidden.shape[0], 1)
+        if self._homes == "rows":
+            home_B = torch.arange(rows, device=hidden.device) % self.topology.num_devices
+        elif len(self._homes) == rows:
+            home_B = torch.tensor(self._homes, dtype=torch.int64, device=hidden.device)
+        else:
+            raise ConfigError(f"{len(self._homes)} homes for a batch of {rows} rows; give one for each")
+        self._home_T = home_B.repeat_interleave(width, output_size=rows * width)
+
+    def decide(self, layer: int, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """The same experts, with weight zero where they are dropped."""
+        device_E, links, theta_G = self._tables[layer]
+        device_TK = self._torch.index_select(device_E, 0, ids_TK.reshape(-1)).view(ids_TK.shape)
+        home_T = None if self._home_T is None else self._home_T.to(device_E.device)
+        if isinstance(self.rule, Priced):
+            kept_TK = self._op.priced(device_TK, weights_TK, home_T, links, theta_G, self.rule.floor)
+        elif isinstance(self.rule, Cap):
+            kept_TK = self._op.cap(device_TK, weights_TK, home_T, links, self.rule.p)
+        else:
+            assert isinstance(self.rule, Naive)
+            kept_TK = self._op.naive(weights_TK, self.rule.p)
+        if self._counter is not None:
+            self._counter.add(layer, device_TK, weights_TK, kept_TK, home_T)
+        return ids_TK, self._op.apply(weights_TK, kept_TK, self.renormalise)
+
+
+def renormalises(model: Any) -> bool:
+    """Whether a model divides its chosen experts' weights by their sum (before any scaling factor).
+
+    Mixtral, ERNIE 4.5, Granite and gpt-oss always do, DeepSeek-V2 and Phi-MoE never; the others by `norm_topk_prob`.
+
+    Raises:
+        ConfigError: for another family whose config does not say.
+    """
+    config = model.config.get_text_config()
+    known = _RENORMALISES.get(str(config.model_type))
+    says = getattr(config, "norm_topk_prob", None) if known is None else known
+    if says is None:
+        raise ConfigError(
+            f"the config of model_type {config.model_type!r} does not say whether its top-k weights are renormalised; "
+            "say renormalise=True or False"
+        )
+    return bool(says)
+
+
+def _where(
+    spec: MoESpec, placement: Placement | None, topology: Topology | str | None
+) -> tuple[NDArray[np.int64], Topology]:
+    """The device of every expert, and the topology."""
+    if placement is not None:
+        if topology is not None:
+            raise ConfigError("a placement brings its own topology; leave the other out")
+        placement.require_model(spec, "the model")
+        return placement.device_of_expert(), placement.topology
+    if topology is None:
+        raise ConfigError("destinations need devices: give a placement, or a topology like 8 for experts in order")
+    parsed = Topology.parse(topology) if isinstance(topology, str) else topology
+    return linear_devices(spec, parsed), parsed
+
+
+def _rule(
+    rule: str | PruningRule, p: float | None, thetas: ArrayLike | None, floor: float, shape: tuple[int, int]
+) -> PruningRule:
+    """The rule with its strength; `shape`: layers and devices."""
+    if isinstance(rule, str) and rule not in RULES:
+        raise unknown_name("pruning rule", rule, RULES)
+    if not isinstance(rule, str):
+        if p is not None or thetas is not None or floor:
+            raise ConfigError(f"the rule {rule.name} was given with its strength; leave p, thetas and floor out")
+        if not isinstance(rule, Cap | Naive | Priced):
+            raise ConfigError(
+                f"the rule {rule.name} has no form that runs in a model; choose one of {', '.join(RULES)}"
+            )
+    elif rule == "priced":
+        if thetas is None or p is not None:
+            raise ConfigError("the rule priced takes thetas [L, G] and no p; fit them on a trace of the model")
+        rule = Priced(np.asarray(thetas, dtype=np.float64), floor)
+    else:
+        if p is None or thetas is not None or floor:
+            raise ConfigError(f"the rule {rule} takes p, e.g. 0.2, and neither thetas nor a floor")
+        rule = Cap(p) if rule == "cap" else Naive(p)
+    if isinstance(rule, Priced) and rule.theta_LG.shape != shape:
+        raise ConfigError(
+            f"thetas have shape {list(rule.theta_LG.shape)}, the model and its devices need {list(shape)}; "
+            "fit them on a trace of this model under this placement"
+        )
+    return rule
+
+
+def _homes(homes: Any, num_devices: int) -> Homes:
+    """The homes, checked."""
+    if homes is None:
+        return None
+    if isinstance(homes, str):
+        if homes != "rows":
+            raise ConfigError(f"homes = {homes!r}; it is 'rows', a device for each row of the batch, or None")
+        return "rows"
+    devices = [int(home) for home in homes]
+    wrong = [home for home in devices if not 0 <= home < num_devices]
+    if wrong:
+        raise ConfigError(f"home {wrong[0]} is no device: they run from 0 to {num_devices - 1}")
+    return devices

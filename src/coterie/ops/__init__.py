@@ -1,0 +1,1 @@
+"""Weights at work: what runs inside a model's forward pass, in torch."""

@@ -1,0 +1,322 @@
+"""Destination pruning inside a forward pass: the rules of `coterie.pruning`, for all tokens of a layer at once.
+
+Every shape depends on shapes alone and nothing waits for the device, so the functions can be captured in a CUDA
+graph. They compute in float32 (float64 for float64 weights) and add every sum in the references' order: in float64
+they agree with them to the last tie; in float32 a share within rounding of a bound may fall on its other side.
+
+Inside, arrays are [K, T]: the long axis is contiguous, and each of a token's K slots stands for its slot's whole
+device. Slots on one device carry equal values, so no device needs a column of its own and cost does not grow with
+their number. Weights must not be negative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from coterie.pruning.kernels import TOLERANCE
+
+
+@dataclass(frozen=True)
+class Links:
+    """What it costs to reach a device, as tensors beside the model.
+
+    Attributes:
+        cost_HG: [G + 1, G] float, cost from a home (row h + 1) to a device; row 0 is for no home: every device costs 1.
+        order_HG: [G + 1, G] float, place of each device by (cost, device): who comes first among equal a/c.
+        uniform: every device but home costs 1, so neither table is read.
+    """
+
+    cost_HG: Tensor
+    order_HG: Tensor
+    uniform: bool
+
+    @classmethod
+    def of(cls, cost_GG: ArrayLike, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Links:
+        """From a cost matrix [G, G] (`Topology.cost_matrix`), for weights that are computed with in `dtype`."""
+        cost = np.asarray(cost_GG, dtype=np.float64)
+        rows = np.vstack([np.ones(len(cost)), cost])
+        order = rows.argsort(axis=1, kind="stable").argsort(axis=1)
+        uniform = bool((cost == 1 - np.eye(len(cost))).all())
+        return cls(
+            torch.tensor(rows, dtype=dtype, device=device), torch.tensor(order, dtype=dtype, device=device), uniform
+        )
+
+
+@dataclass(frozen=True)
+class _Visits:
+    """The devices that tokens visit, slot by slot; slots on one device are equal in all but `share`.
+
+    Attributes:
+        a_KT: weight a of the slot's device.
+        cost_KT: c of the slot's device, None where every remote device costs 1.
+        at_home_KT: whether the slot's device is home, None where there is no home.
+        same_KKT: 1 where two slots are on one device.
+        order_KT: place of the slot's device among the token's devices of equal a/c.
+    """
+
+    a_KT: Tensor
+    cost_KT: Tensor | None
+    at_home_KT: Tensor | None
+    same_KKT: Tensor
+    order_KT: Tensor
+
+
+def cap(
+    device_TK: Tensor,
+    weight_TK: Tensor,
+    home_T: Tensor | None,
+    links: Links,
+    p: float,
+    before_TK: Tensor | None = None,
+) -> Tensor:
+    """CAP's rule for each token: which slots stay kept.
+
+    Source: CAP §VI, eq. 6, with the second pass of `pruning.destinations.Cap`.
+
+    Args:
+        device_TK: [T, K] int64, device of each chosen expert.
+        weight_TK: [T, K] float, routing weights; unread where not kept before.
+        home_T: [T] int64, the token's own device or -1 for none; None: no token has a home.
+        links: cost of reaching each device.
+        p: share of a token's weight that may be dropped, in [0, 1); 0 drops nothing.
+        before_TK: [T, K] bool, slots kept so far; None: all.
+
+    Returns:
+        [T, K] bool.
+    """
+    if p == 0:
+        return _all_before(device_TK, before_TK)
+    visits = _visits(device_TK, weight_TK, home_T, links, before_TK)
+    need = 1.0 - p
+    earlier_KKT = _earlier_to_keep(visits)
+    kept_KT, kept_T = _fill(visits.a_KT, _place(earlier_KKT), torch.zeros_like(visits.a_KT[0]), need)
+    kept_KT = kept_KT & ~_unnecessary(visits, earlier_KKT, kept_KT, kept_T, need - TOLERANCE)
+    return _written(kept_KT, before_TK)
+
+
+def priced(
+    device_TK: Tensor,
+    weight_TK: Tensor,
+    home_T: Tensor | None,
+    links: Links,
+    theta_G: Tensor,
+    floor: float = 0.0,
+    before_TK: Tensor | None = None,
+) -> Tensor:
+    """The priced rule for each token: which slots stay kept.
+
+    Source: `pruning.destinations.Priced`.
+
+    Args:
+        device_TK: as for `cap`, like the arguments not named here.
+        weight_TK: as there.
+        home_T: as there.
+        links: as there.
+        theta_G: [G] float, least share of a token's weight that is worth one unit of cost on each device.
+        floor: least share of its weight that a token keeps.
+        before_TK: as there.
+
+    Returns:
+        [T, K] bool.
+    """
+    visits = _visits(device_TK, weight_TK, home_T, links, before_TK)
+    price_KT = _look_up(theta_G.to(visits.a_KT.dtype), device_TK.t())
+    kept_KT = visits.a_KT >= (price_KT if visits.cost_KT is None else price_KT * visits.cost_KT)
+    if visits.at_home_KT is not None:
+        kept_KT = kept_KT | visits.at_home_KT
+    if floor > 0:
+        first_KT = _first_of_device(visits.same_KKT, before_TK)
+        counted_KT = torch.where(kept_KT & first_KT, visits.a_KT, torch.zeros_like(visits.a_KT))
+        missing_KT = torch.where(kept_KT, torch.zeros_like(visits.a_KT), visits.a_KT)
+        place_KT = _place(_earlier_to_keep(visits))
+        kept_KT = kept_KT | _fill(missing_KT, place_KT, _sum_in_order(counted_KT), floor)[0]
+    return _written(kept_KT, before_TK)
+
+
+def naive(weight_TK: Tensor, p: float, before_TK: Tensor | None = None) -> Tensor:
+    """Naive pruning of each token: which slots stay kept when the lowest weights go while their share is within p.
+
+    Source: CAP §VIII-D; `pruning.destinations.Naive`.
+
+    Args:
+        weight_TK: as for `cap`, like the other arguments.
+        p: as there.
+        before_TK: as there.
+
+    Returns:
+        [T, K] bool.
+    """
+    if p == 0:
+        return _all_before(weight_TK, before_TK)
+    share_KT = _shares(weight_TK, before_TK)
+    if before_TK is not None:
+        share_KT = share_KT.masked_fill(~before_TK.t(), torch.inf)  # these come last, and are never within p
+    slots = torch.arange(len(share_KT), device=share_KT.device)
+    later_KK1 = (slots[:, None] > slots[None, :])[:, :, None].to(share_KT.dtype)
+    place_KT = _place(_lexicographic(torch.lt, share_KT, later_KK1))
+    dropped_KT = _in_order(share_KT, place_KT).cumsum(0)
+    count_T = (dropped_KT <= p + TOLERANCE).sum(0)
+    return _written(place_KT >= count_T, before_TK)
+
+
+def apply(weight_TK: Tensor, kept_TK: Tensor, renormalise: bool) -> Tensor:
+    """The routing weights after pruning: zero for dropped slots, whose expert ids stay valid.
+
+    Args:
+        weight_TK: [T, K] float, the weights as the router gave them.
+        kept_TK: [T, K] bool.
+        renormalise: rescale a token's kept weights so that they sum to what all K summed to. A token that keeps
+            nothing, or only zeros, is left as it is.
+
+    Returns:
+        [T, K], dtype of `weight_TK`; bit for bit `weight_TK` where everything is kept.
+    """
+    if not renormalise:
+        return weight_TK.masked_fill(~kept_TK, 0)
+    full_TK = weight_TK.to(_compute_dtype(weight_TK))
+    kept_weight_TK = full_TK.masked_fill(~kept_TK, 0)
+    all_T, kept_T = full_TK.sum(-1, keepdim=True), kept_weight_TK.sum(-1, keepdim=True)
+    scale_T = torch.where(kept_T > 0, all_T / kept_T, torch.ones_like(kept_T))
+    return (kept_weight_TK * scale_T).to(weight_TK.dtype)
+
+
+def kept_share(weight_TK: Tensor, kept_TK: Tensor) -> Tensor:
+    """Share of each token's routing weight that is kept, [T] float; equal shares where all weights are zero."""
+    share_KT = _shares(weight_TK, None)
+    return share_KT.masked_fill(~kept_TK.t(), 0).sum(0)
+
+
+def visits_per_device(device_TK: Tensor, kept_TK: Tensor, num_devices: int) -> Tensor:
+    """Which devices each token visits, [T, G] bool."""
+    visited_TG = torch.zeros(len(device_TK), num_devices, dtype=torch.int64, device=device_TK.device)
+    return visited_TG.scatter_add(1, device_TK, kept_TK.to(torch.int64)) > 0
+
+
+# ---- the parts, all [K, T] ------------------------------------------------------------------------------------------
+
+
+def _compute_dtype(weight: Tensor) -> torch.dtype:
+    return torch.float64 if weight.dtype == torch.float64 else torch.float32
+
+
+def _all_before(like_TK: Tensor, before_TK: Tensor | None) -> Tensor:
+    return torch.ones_like(like_TK, dtype=torch.bool) if before_TK is None else before_TK.clone()
+
+
+def _written(kept_KT: Tensor, before_TK: Tensor | None) -> Tensor:
+    kept_TK = kept_KT.t().contiguous()
+    return kept_TK if before_TK is None else kept_TK & before_TK
+
+
+def _sum_in_order(terms_KT: Tensor) -> Tensor:
+    """Sum over the first axis, one term after the other: `sum` may add in another order."""
+    return reduce(torch.add, terms_KT.unbind(0))
+
+
+def _shares(weight_TK: Tensor, before_TK: Tensor | None) -> Tensor:
+    """Each slot's share of its token's weight, [K, T]; equal shares where all are zero, 0 where not kept before."""
+    weight_KT = weight_TK.t().to(_compute_dtype(weight_TK)).contiguous()
+    if before_TK is None:
+        equal_KT = torch.full_like(weight_KT, 1.0 / len(weight_KT))
+    else:
+        weight_KT = weight_KT.masked_fill(~before_TK.t(), 0)
+        before_KT = before_TK.t().to(weight_KT.dtype)
+        equal_KT = before_KT / before_KT.sum(0).clamp(min=1)
+    total_T = _sum_in_order(weight_KT)
+    return torch.where(total_T > 0, weight_KT / total_T, equal_KT)
+
+
+def _look_up(table: Tensor, index_KT: Tensor) -> Tensor:
+    """Entries of a flat table; several times faster on CPUs than `table[index_KT]`."""
+    return torch.index_select(table.reshape(-1), 0, index_KT.reshape(-1)).view(index_KT.shape)
+
+
+def _compared(compare: Callable[..., Tensor], x_KT: Tensor) -> Tensor:
+    """compare(x_j, x_k) for all pairs of slots, [K (j), K (k), T], 1 or 0 in x's dtype: faster than bool on CPUs."""
+    out_KKT = x_KT.new_empty(len(x_KT), len(x_KT), x_KT.shape[1])
+    return compare(x_KT[:, None], x_KT[None], out=out_KKT)
+
+
+def _lexicographic(compare: Callable[..., Tensor], x_KT: Tensor, otherwise_KKT: Tensor) -> Tensor:
+    """compare(x_j, x_k), and where these are equal `otherwise`, [K (j), K (k), T]."""
+    return _compared(torch.eq, x_KT).mul_(otherwise_KKT).add_(_compared(compare, x_KT))
+
+
+def _visits(
+    device_TK: Tensor, weight_TK: Tensor, home_T: Tensor | None, links: Links, before_TK: Tensor | None
+) -> _Visits:
+    share_KT = _shares(weight_TK, before_TK)
+    device_KT = device_TK.t().contiguous()
+    if links.uniform or home_T is None:
+        cost_KT, order_KT = None, device_KT.to(share_KT.dtype)
+    else:
+        pair_KT = device_KT + (home_T + 1) * links.cost_HG.shape[1]
+        cost_KT, order_KT = _look_up(links.cost_HG, pair_KT), _look_up(links.order_HG, pair_KT)
+    same_KKT = _compared(torch.eq, order_KT)
+    a_KT = _sum_in_order(same_KKT * share_KT[:, None])
+    at_home_KT = None if home_T is None else device_KT == home_T
+    return _Visits(a_KT, cost_KT, at_home_KT, same_KKT, order_KT)
+
+
+def _earlier_to_keep(visits: _Visits) -> Tensor:
+    """1 where slot j's device is kept before slot k's, [K (j), K (k), T]: home, then falling a/c, then order."""
+    ratio_KT = visits.a_KT if visits.cost_KT is None else visits.a_KT / visits.cost_KT
+    if visits.at_home_KT is not None:
+        ratio_KT = ratio_KT.masked_fill(visits.at_home_KT, torch.finfo(ratio_KT.dtype).max)
+    return _lexicographic(torch.gt, ratio_KT, _compared(torch.lt, visits.order_KT))
+
+
+def _earlier_to_drop(visits: _Visits, earlier_to_keep_KKT: Tensor) -> Tensor:
+    """1 where slot j's device is tried for dropping before slot k's: falling c, then rising a, then falling order."""
+    if visits.cost_KT is None:
+        return earlier_to_keep_KKT.transpose(0, 1)  # with equal costs the one order is the other's reverse
+    falling_order_KKT = _compared(torch.gt, visits.order_KT)
+    return _lexicographic(torch.gt, visits.cost_KT, _lexicographic(torch.lt, visits.a_KT, falling_order_KKT))
+
+
+def _place(earlier_KKT: Tensor) -> Tensor:
+    """A slot's place in an order, [K, T] int64 from 0: slots before it. One device, one place; places may stay free."""
+    return earlier_KKT.sum(0).to(torch.int64)
+
+
+def _in_order(values_KT: Tensor, place_KT: Tensor) -> Tensor:
+    """Values by place, 0 where a place is free; slots of one device write equal values to one place."""
+    return torch.zeros_like(values_KT).scatter(0, place_KT, values_KT)
+
+
+def _fill(a_KT: Tensor, place_KT: Tensor, start_T: Tensor, need: float) -> tuple[Tensor, Tensor]:
+    """Take devices in order while less than `need` is held: which slots are taken [K, T], and the weight held [T]."""
+    held_NT = torch.cat([start_T[None], _in_order(a_KT, place_KT)]).cumsum(0)  # before each place, and at the end
+    taken_T = (held_NT[:-1] < need).sum(0)
+    return place_KT < taken_T, held_NT.gather(0, taken_T[None])[0]
+
+
+def _unnecessary(visits: _Visits, earlier_KKT: Tensor, kept_KT: Tensor, kept_T: Tensor, least: float) -> Tensor:
+    """Slots whose kept remote devices can go one after the other while `least` is held, [K, T] bool."""
+    place_KT = _place(_earlier_to_drop(visits, earlier_KKT))
+    remote_KT = kept_KT if visits.at_home_KT is None else kept_KT & ~visits.at_home_KT
+    # what must stay weighs infinitely much; a free place weighs nothing and may go
+    weight_KT = _in_order(visits.a_KT.masked_fill(~remote_KT, torch.inf), place_KT)
+    goes = []
+    for a_T in weight_KT.unbind(0):
+        left_T = kept_T - a_T
+        goes.append(left_T >= least)
+        kept_T = torch.where(goes[-1], left_T, kept_T)
+    return torch.stack(goes).gather(0, place_KT) & remote_KT
+
+
+def _first_of_device(same_KKT: Tensor, before_TK: Tensor | None) -> Tensor:
+    """Slots that are the first of their token to be kept on their device, [K, T] bool."""
+    slots = torch.arange(len(same_KKT), device=same_KKT.device)
+    earlier_KKT = same_KKT * (slots[:, None] < slots[None, :])[:, :, None]
+    if before_TK is None:
+        return earlier_KKT.amax(0) == 0
+    before_KT = before_TK.t()
+    return ((earlier_KKT * before_KT[:, None]).amax(0) == 0) & before_KT
