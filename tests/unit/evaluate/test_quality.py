@@ -123,9 +123,7 @@ def test_changes_nest_and_are_undone_on_errors(model: Any) -> None:
     assert log == ["+a", "+b", "-b", "-a"]
 
 
-def test_memory_is_bounded_by_running_both_models_batch_by_batch(
-    model: Any, models: Any, encoded: EncodedText
-) -> None:
+def test_memory_is_bounded_by_running_both_models_batch_by_batch(model: Any, models: Any, encoded: EncodedText) -> None:
     calls = []
     other = models(seed=1)
     handles = [
