@@ -7,6 +7,7 @@ SGLang and vLLM (which layers are MoE), and the modelling code published with De
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import reprlib
 from collections.abc import Callable, Mapping
@@ -37,7 +38,8 @@ class Family:
             `EXPERT_KEYS`, which is accepted too.
         top_k: key of the routed experts chosen for each token.
         intermediate: key of the routed experts' width.
-        shared: key that tells of shared experts (their number; in qwen2_moe the width of its one), or None.
+        shared: key that tells of shared experts, or None.
+        shared_is_width: the key gives the width of the one shared expert, not a number of them.
         dense: which layers are MoE: all; from `first_k_dense_replace` on, each `moe_layer_freq`-th; each
             `decoder_sparse_step`-th without `mlp_only_layers`; each `moe_layer_interval`-th from start to end index.
         grouped: when routing is limited to groups: never, when n_group > 1, or when `topk_method` says so too.
@@ -52,6 +54,7 @@ class Family:
     top_k: str = "num_experts_per_tok"
     intermediate: str = "moe_intermediate_size"
     shared: str | None = None
+    shared_is_width: bool = False
     dense: DenseRule = "all"
     grouped: Literal["never", "n_group", "topk_method"] = "never"
     defaults: Mapping[str, int] = field(default_factory=dict)
@@ -62,8 +65,8 @@ class Family:
 _STEP_DEFAULTS = {"decoder_sparse_step": 1}
 _FAMILY_LIST = (
     Family("mixtral", "num_local_experts", intermediate="intermediate_size"),
-    Family("qwen2_moe", "num_experts", shared="shared_expert_intermediate_size", dense="sparse_step",
-           defaults=_STEP_DEFAULTS),
+    Family("qwen2_moe", "num_experts", shared="shared_expert_intermediate_size", shared_is_width=True,
+           dense="sparse_step", defaults=_STEP_DEFAULTS),
     Family("qwen3_moe", "num_experts", dense="sparse_step", defaults=_STEP_DEFAULTS),
     Family("deepseek", "n_routed_experts", shared="n_shared_experts", dense="first_k",
            defaults={"moe_layer_freq": 1}),
@@ -137,11 +140,40 @@ def load_spec(path: str | Path) -> MoESpec:
     """
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
+    return spec_from_config(read_config(file), model_name(file))
+
+
+def model_name(path: Path) -> str:
+    """What to call a model, from its folder or its config.json; in the hub's cache the folder's name is a hash."""
+    path = path.absolute()
+    if path.name != "config.json" and not path.is_dir():
+        return path.stem
+    folder = Path(os.path.normpath(path if path.is_dir() else path.parent))
+    if folder.parent.name == "snapshots":
+        return folder.parent.parent.name.rpartition("--")[2]
+    return folder.name or "model"
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The contents of a config.json.
+
+    Raises:
+        CheckpointError: when there is no such file, or it holds no JSON object.
+    """
     config = parse_json(read_text(file, CheckpointError), file, CheckpointError)
     if not isinstance(config, dict):
         raise CheckpointError(f"{file} holds no JSON object; give a model's config.json or the folder that holds it")
-    name = file.resolve().parent.name if file.name == "config.json" else file.stem
-    return spec_from_config(config, name or "model")
+    return config
+
+
+def shared_experts(config: Config, family: Family | None) -> int | None:
+    """How many experts every token passes besides the routed ones; None when the config does not say."""
+    if family is not None and family.shared is None:
+        return 0
+    value = None if family is None or family.shared is None else config.get(family.shared)
+    if not isinstance(value, int):
+        return None
+    return min(value, 1) if family is not None and family.shared_is_width else value
 
 
 def text_part(config: Config) -> Config:

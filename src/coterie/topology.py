@@ -5,6 +5,7 @@ Written "8" (one node), "2x8" (nodes x devices), "2x8,inter=5", or as a YAML fil
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError, InfeasiblePlacement
+from coterie.files import read_text
 from coterie.units import parse_bandwidth
 
 MAX_DEVICES = 4096
@@ -54,6 +56,10 @@ class Topology:
                 raise ConfigError(f"{count} entries in slots_per_device, {self.num_devices} devices; give one for each")
             if min(self.slots_per_device) < 1:
                 raise ConfigError("slots_per_device has an entry below 1; every device needs a slot")
+        for name in ("intra_bandwidth_bytes_per_s", "inter_bandwidth_bytes_per_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name} = {value:g} in the topology; a bandwidth is above 0, like 25GB/s")
 
     @property
     def num_devices(self) -> int:
@@ -141,9 +147,10 @@ class Topology:
     def _from_yaml(cls, path: Path) -> Self:
         import yaml  # only needed for files; keeps `coterie --help` fast
 
+        text = read_text(path, ConfigError)
         try:
-            data = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            data = yaml.safe_load(text)
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"cannot read the topology file {path}: {reason}") from error
         if not isinstance(data, dict):
@@ -169,5 +176,8 @@ def _typed(name: str, value: Any) -> Any:
     elif isinstance(value, str) and name.endswith("bytes_per_s"):
         return parse_bandwidth(value)
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(f"{name} in the topology is an integer too large to be a number here") from None
     raise ConfigError(f"{name} = {value!r} in the topology has the wrong type")

@@ -30,7 +30,7 @@ def parse_bytes(text: str) -> int:
     """
     number, unit = _split(text, "size", "8GiB, 500MB or 4096")
     scale = _BYTES.get(unit.upper())
-    if scale is None or number < 0 or not math.isfinite(number):
+    if scale is None or number < 0 or not math.isfinite(number * scale):
         raise ConfigError(f"size {text!r} is not a byte count >= 0; write it like 8GiB, 500MB or 4096")
     return round(number * scale)
 
@@ -43,7 +43,7 @@ def parse_bandwidth(text: str) -> float:
     """
     number, unit = _split(text, "bandwidth", "25GB/s")
     scale = _BYTES.get(unit.removesuffix("/s").upper()) if unit.endswith("/s") else None
-    if scale is None or number <= 0 or not math.isfinite(number):
+    if scale is None or number <= 0 or not math.isfinite(number * scale):
         raise ConfigError(f"bandwidth {text!r} is not a positive rate; write it like 25GB/s")
     return number * scale
 

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coterie.cli.common import JsonOption, SeedOption, emit_json, progress, say, table
+from coterie.cli.common import JsonOption, SeedOption, emit_json, progress
+from coterie.cli.evaluate_show import show
+from coterie.cli.pruning_options import PruningOptions
 from coterie.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,7 +18,6 @@ if TYPE_CHECKING:
     from coterie.evaluate.task_data import Questions
 
 _QUESTIONS = 8  # asked at once
-_TASK_COLUMNS = ("task", "questions", "acc", "stderr", "acc_norm", "chance", "log-likelihood", "stderr")
 
 
 def evaluate_model(
@@ -31,6 +32,20 @@ def evaluate_model(
     task_data: Annotated[Path | None, typer.Option(help="Folder of the tasks' files.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Questions of each task, evenly spread.")] = None,
     reference: Annotated[str | None, typer.Option(help="A model to compare with.")] = None,
+    prune: Annotated[str | None, typer.Option(help="Prune destinations: share of routing weight to drop.")] = None,
+    peak: Annotated[
+        str | None, typer.Option(help="Prune to so many remote visits a token to the busiest device.")
+    ] = None,
+    rule: Annotated[str, typer.Option(help="Pruning rule: cap, naive or priced.")] = "cap",
+    topology: Annotated[str | None, typer.Option(help='Devices to prune over, like "8" or "2x8,inter=5".')] = None,
+    placement: Annotated[Path | None, typer.Option(help="Where experts live; without it: in order.")] = None,
+    fit: Annotated[
+        Path | None, typer.Option(help="A trace of the model on other text, to fit --peak or priced.")
+    ] = None,
+    floor: Annotated[str, typer.Option(help="Least share of its weight a token keeps (priced).")] = "0",
+    renormalise: Annotated[
+        bool | None, typer.Option("--renormalise/--no-renormalise", help="Rescale kept weights; as the model does.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's own.")] = None,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
@@ -43,14 +58,17 @@ def evaluate_model(
     from coterie.evaluate.quality import evaluate
     from coterie.models.load import load_model, load_tokenizer
 
+    pruning = PruningOptions(prune, peak, rule, floor, topology, placement, fit, renormalise)
+    pruning.check()
     asked = _questions(tasks, task_data, limit)
     texts = _texts(text or [], domain or [], needed=not asked)
     tokenizer, loaded = load_tokenizer(model), load_model(model, dtype)
     other_tokenizer, other = None, None
     if reference is not None:
         other_tokenizer, other = load_tokenizer(reference), load_model(reference, dtype)
-    changes: list[Change] = []
-    result: dict[str, Any] = {"model": model, "reference": reference, "changes": [each.to_json() for each in changes]}
+    with progress() as listen:
+        changes = pruning.changes(loaded, listen)
+    result: dict[str, Any] = {"model": model, "reference": reference}
     if texts or not asked:
         with progress() as listen:
             quality = evaluate(
@@ -58,6 +76,7 @@ def evaluate_model(
                 window=window, stride=stride, max_tokens=tokens, batch=batch, progress=listen,
             )  # fmt: skip
         result |= quality.to_json()
+    result["changes"] = [change.to_json() for change in changes]  # with what they counted on the texts
     if asked:
         result["tasks"] = _ask(asked, loaded, tokenizer, changes, other, batch, seed)
     configuration = {"dtype": str(loaded.dtype).removeprefix("torch."), "tokens": tokens, "batch": batch}
@@ -65,7 +84,7 @@ def evaluate_model(
     if as_json:
         emit_json(result)
     else:
-        _show(result)
+        show(result)
 
 
 def _questions(tasks: str | None, folder: Path | None, limit: int | None) -> list[Questions]:
@@ -123,55 +142,3 @@ def _versions(tasks: bool) -> dict[str, str]:
 
     packages = ("torch", "transformers", *(("lm_eval",) if tasks else ()))
     return {"coterie": coterie.__version__, **{name: version(name) for name in packages}}
-
-
-def _show(result: dict[str, Any]) -> None:
-    for change in result["changes"]:
-        settings = ", ".join(f"{name} {value}" for name, value in change.items() if name != "name")
-        say(f"{change['name']}: {settings}")
-    if "domains" in result:
-        _show_texts(result)
-    if "tasks" in result:
-        _show_tasks(result["tasks"])
-
-
-def _show_texts(result: dict[str, Any]) -> None:
-    compared = "kl" in result
-    columns = ["text", "tokens", "perplexity", "bits/byte"]
-    if compared:
-        columns += ["reference", "KL mean", "KL 99%", "top-1 agreement"]
-    rows = []
-    for name, part in [*result["domains"].items(), ("all", result)]:
-        row = [name, f"{part['tokens']:,}", part["perplexity"], part["bits_per_byte"]]
-        if compared:
-            kls = (f"{value:.5f}" for value in (part["kl"], part["kl_percentiles"]["99"]))
-            row += [part["reference_perplexity"], *kls, f"{part['top1_agreement']:.2%}"]
-        rows.append(row)
-    table(columns, rows[:-1] if len(rows) == 2 else rows, f"window {result['window']}, stride {result['stride']}")
-    if compared:
-        against = result["reference"] or "the unchanged model"
-        say(f"reference: {against}; KL(reference || model) a token, nats; agreement: the same most likely next token")
-
-
-def _show_tasks(tasks: dict[str, Any]) -> None:
-    rows = []
-    for name, task in tasks.items():
-        for label, part in ((name, task), (f"{name}, reference", task.get("reference"))):
-            if part is not None:
-                rows.append(_task_row(label, part))
-    table(_TASK_COLUMNS, rows)
-    say("acc_norm: by log-likelihood over the answer's length; log-likelihood: of the right answer, nats a question")
-    for name, task in tasks.items():
-        if task["at_chance"]:
-            say(f"{name}: no better than chance (accuracy within two standard errors of {task['chance']:.3g})")
-        if task["truncated"]:
-            say(
-                f"{name}: {task['truncated']} of {task['n']} questions are longer than the model reads; cut at the left"
-            )
-
-
-def _task_row(label: str, part: dict[str, Any]) -> list[object]:
-    first = next(name for name in ("acc", "exact_match_strict") if name in part)
-    values = [part.get(name) for name in (first, f"{first}_stderr", "acc_norm", "chance")]
-    likelihood = [part["loglikelihood"], part["loglikelihood_stderr"]]
-    return [label, f"{part['n']:,}", *("-" if value is None else value for value in values + likelihood)]

@@ -9,6 +9,7 @@ import typer
 
 import coterie
 from coterie.cli import demo, evaluate, export, place, record, trace_prune
+from coterie.cli.model_info import model_info
 from coterie.cli.trace_import import trace_import
 from coterie.cli.trace_info import trace_info
 from coterie.cli.trace_synthesize import trace_synthesize
@@ -16,6 +17,8 @@ from coterie.errors import CoterieError
 
 # click's own class; newer typer carries its copy of click under a private name
 UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
+
+INTERRUPTED = 130  # the shell's 128 + SIGINT
 
 app = typer.Typer(
     name="coterie",
@@ -26,6 +29,8 @@ app = typer.Typer(
 )
 trace = typer.Typer(help="Import, inspect, prune and synthesize routing traces.", no_args_is_help=True)
 app.add_typer(trace, name="trace")
+model = typer.Typer(help="Inspect models.", no_args_is_help=True)
+app.add_typer(model, name="model")
 
 
 def _show_version(wanted: bool) -> None:
@@ -54,6 +59,7 @@ trace.command("import")(trace_import)
 trace.command("info")(trace_info)
 trace.command("synthesize")(trace_synthesize)
 trace.command("prune")(trace_prune.trace_prune)
+model.command("info")(model_info)
 
 
 def main() -> None:
@@ -68,7 +74,9 @@ def main() -> None:
     except (CoterieError, OSError) as error:
         _fail(str(error), 2)
     except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted; nothing was written", 130)
+        code = INTERRUPTED
+    if code == INTERRUPTED:  # what typer itself returns for Ctrl-C, without a word
+        _fail("interrupted; nothing was written", INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
 
 

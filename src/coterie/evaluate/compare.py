@@ -90,7 +90,7 @@ def compare(
             stack.enter_context(evaluating(each))
         for windows in in_batches(sliding_windows(len(text.ids), window, stride), size):
             expected_RV = scored_logits(reference, ids_T, windows)
-            with changed(model, changes):
+            with changed(model, changes, range(done, done + len(windows))):
                 logits_RV = scored_logits(model, ids_T, windows)
             require_same_vocabulary(logits_RV.shape[1], expected_RV.shape[1])
             nll_R = negative_log_likelihoods(logits_RV, targets(ids_T, windows))

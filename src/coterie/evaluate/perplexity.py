@@ -80,9 +80,11 @@ def perplexity(
     size = choose_batch(model.config.vocab_size, window, batch)
     total = count_windows(len(text.ids), window, stride)
     nats, done = 0.0, 0
-    with evaluating(model), changed(model, changes):
+    with evaluating(model):
         for windows in in_batches(sliding_windows(len(text.ids), window, stride), size):
-            nll_R = negative_log_likelihoods(scored_logits(model, ids_T, windows), targets(ids_T, windows))
+            with changed(model, changes, range(done, done + len(windows))):
+                logits_RV = scored_logits(model, ids_T, windows)
+            nll_R = negative_log_likelihoods(logits_RV, targets(ids_T, windows))
             require_numbers(nll_R, f"the model with {describe(changes)}", text.name, windows)
             nats += float(nll_R.sum())
             done += len(windows)

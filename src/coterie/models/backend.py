@@ -9,12 +9,14 @@ from typing import Any
 
 from coterie.errors import BackendUnavailable
 
+OLDEST, NEXT = (5, 23), (5, 26)  # versions of Transformers: what is undocumented is known to hold in between
+
 
 def import_transformers() -> Any:
     """The package `transformers`, with torch behind it.
 
     Raises:
-        BackendUnavailable: when one of them is not installed.
+        BackendUnavailable: when one of them is not installed, or transformers in another version.
     """
     for name in ("torch", "transformers"):
         try:
@@ -23,7 +25,17 @@ def import_transformers() -> Any:
             raise BackendUnavailable(
                 f"running models needs {name}, which is not installed; run: pip install 'coterie[models]'"
             ) from error
+    version = tuple(int(part) for part in module.__version__.split(".")[:2])
+    if not OLDEST <= version < NEXT:
+        raise BackendUnavailable(
+            f"transformers {module.__version__} is installed; models run with {_text(OLDEST)} and newer, below "
+            f"{_text(NEXT)}; run: pip install 'coterie[models]'"
+        )
     return module
+
+
+def _text(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
 
 
 @contextmanager

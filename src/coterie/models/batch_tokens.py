@@ -35,19 +35,52 @@ class BatchTokens:
     finished: int
 
 
-@dataclass
 class _Rows:
-    """What is known of the rows of a key-value cache.
+    """The rows of a key-value cache, or of a call without one.
 
     Attributes:
-        sequence_ids_B: [B] the sequence of each row.
-        ended_B: [B] bool, the row was fed an end token while decoding.
-        keys: the cached keys of the first layer, as the last call left them; None: unknown.
+        past: tokens in the cache, padding included, after the latest call.
+        keys: the cached keys of the first layer, as that call left them; None: unknown.
+        sequence_ids_B: [B] int32, the sequence of each row; empty until its first call is resolved.
+        lengths_B: [B] int64, real tokens so far.
+        ended_B: [B] bool, the row was fed an end token in decoding.
     """
 
-    sequence_ids_B: NDArray[np.int32]
-    ended_B: NDArray[np.bool_]
-    keys: weakref.ref[Any] | None = None
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.past = 0
+        self.keys: weakref.ref[Any] | None = None
+        self.sequence_ids_B: NDArray[np.int32] = np.empty(0, dtype=np.int32)
+        self.lengths_B: NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)
+        self.ended_B: NDArray[np.bool_] = np.zeros(num_rows, dtype=np.bool_)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a forward call was given, copied: small, and on the device it came on.
+
+    Attributes:
+        rows: its rows, shared by all calls with the same cache.
+        width: new tokens a row, S.
+        past: tokens in the cache before it.
+        mask_BS: the attention mask's columns of the new tokens; None: no mask.
+        fed_BS: the new token ids, in decoding; None: not needed.
+        positions: position ids that may mark packed sequences; None: there are none.
+        lengths_B: [B] real tokens in the cache before it, where `rows` does not know.
+    """
+
+    rows: _Rows
+    width: int
+    past: int
+    mask_BS: Any
+    fed_BS: Any
+    positions: Any
+    lengths_B: NDArray[np.int64] | None
+
+    @property
+    def decoding(self) -> bool:
+        """One new token a row on a filled cache."""
+        return self.past > 0 and self.width == 1
 
 
 class TokenTracker:
@@ -62,6 +95,9 @@ class TokenTracker:
     that ended by another rule, such as a stop string, is fed nothing else. A generation that is told to run past end
     tokens takes `end_token_ids=()`.
 
+    While the model runs, calls are only noted (`begin`, `end`): reading mask and tokens would wait for the device, and
+    would cost more between a model's layers than later at a stretch (`resolve`).
+
     Args:
         end_token_ids: ids that end a sequence.
         pad_token_ids: ids that fill a row up.
@@ -72,75 +108,105 @@ class TokenTracker:
         self._pad = np.array(sorted(pad_token_ids), dtype=np.int64)
         self._rows: weakref.WeakKeyDictionary[Any, _Rows] = weakref.WeakKeyDictionary()
         self._num_sequences = 0
-        self._open: tuple[_Rows, int] | None = None  # the rows of the call that runs, and the sequences it starts
+        self._open: _Call | None = None  # the call that runs
+        self._calls: list[_Call] = []
 
-    def begin(self, call: Mapping[str, Any]) -> BatchTokens:
-        """The tokens of a call that is about to run; `end` makes it count.
+    def begin(self, call: Mapping[str, Any]) -> int:
+        """A call is about to run; `end` makes it count.
 
         Args:
             call: the arguments of the model's forward, by name.
 
+        Returns:
+            Its slots, T.
+
         Raises:
             ConfigError: for a mask that is not [B, cached + S], or a cache whose rows were changed between calls.
         """
-        ids, cache = call.get("input_ids"), _cache(call)
+        ids, mask, cache = call.get("input_ids"), call.get("attention_mask"), _cache(call)
         num_rows, width = (ids if ids is not None else call["inputs_embeds"]).shape[:2]
         past = 0 if cache is None else int(cache.get_seq_length())
-        real_BS, before_B = _real_tokens(call.get("attention_mask"), num_rows, width, past)
-        starts_BS = _sequence_starts(call, num_rows, width, past)
-        rows, new = self._rows_of(cache, past, starts_BS)
-        decoding = past > 0 and width == 1
-        ended_B = filled_B = np.zeros(num_rows, dtype=np.bool_)
-        if decoding and ids is not None:
-            fed_B = _numpy(ids)[:, 0]
-            ended_B, filled_B = rows.ended_B | np.isin(fed_B, self._end), np.isin(fed_B, self._pad)
-        self._open = (_Rows(rows.sequence_ids_B, ended_B), new)
-
-        finished_B = ended_B | filled_B
-        keep_BS = real_BS & ~finished_B[:, None]
-        positions_BS = np.cumsum(real_BS, axis=1, dtype=np.int32) - 1 + before_B[:, None]
-        sequences_BS = np.broadcast_to(rows.sequence_ids_B[:, None], keep_BS.shape)
-        if past == 0:
-            flat_T = np.cumsum(starts_BS.ravel(), dtype=np.int32) - 1 + self._num_sequences
-            sequences_BS = flat_T.reshape(keep_BS.shape)
-            if new > num_rows:
-                positions_BS = np.broadcast_to(_numpy(call["position_ids"]), keep_BS.shape).astype(np.int32)
-        return BatchTokens(
-            keep_BS.ravel(), sequences_BS[keep_BS].astype(np.int32), positions_BS[keep_BS].astype(np.int32),
-            DECODE if decoding else PREFILL, int((~real_BS).sum()), int((real_BS & finished_B[:, None]).sum()),
+        if mask is not None:
+            _check_mask(mask, (num_rows, past + width))
+        known = self._rows.get(cache) if past else None
+        if known is not None:
+            _check_rows(known, num_rows, cache)
+        lengths_B = None
+        if past and (known is None or known.past != past):  # filled, or cut short, where nobody watched
+            lengths_B = np.full(num_rows, past) if mask is None else (_numpy(mask[:, :past]) != 0).sum(axis=1)
+        positions = call.get("position_ids") if past == 0 and mask is None else None
+        self._open = _Call(
+            known or _Rows(num_rows), width, past,
+            mask_BS=None if mask is None else mask[:, past:].clone(),
+            fed_BS=ids.clone() if past and width == 1 and ids is not None else None,
+            positions=None if positions is None else positions.clone(),
+            lengths_B=lengths_B,
         )  # fmt: skip
+        return int(num_rows * width)
 
     def end(self, call: Mapping[str, Any], output: Any) -> None:
         """The call that `begin` was told of has run; its cache goes on with its sequences."""
-        assert self._open is not None
-        rows, new = self._open
-        self._open = None
-        self._num_sequences += new
+        done, self._open = self._open, None
+        assert done is not None
+        self._calls.append(done)
         cache = _cache(call)
         if cache is None:
             cache = getattr(output, "cache", None)
         if cache is None:
             cache = getattr(output, "past_key_values", None)
         if cache is not None:
-            keys = _first_keys(cache)
+            rows, keys = done.rows, _first_keys(cache)
+            rows.past = done.past + done.width
             rows.keys = None if keys is None else weakref.ref(keys)
             self._rows[cache] = rows
 
-    def _rows_of(self, cache: Any, past: int, starts_BS: NDArray[np.bool_]) -> tuple[_Rows, int]:
-        """The rows of this call, and how many sequences it starts."""
-        num_rows = len(starts_BS)
-        known = self._rows.get(cache) if past else None
-        if known is None:
-            ends_B = np.cumsum(starts_BS.sum(axis=1), dtype=np.int32)
-            sequence_ids_B = ends_B - 1 + self._num_sequences  # a row's last sequence is the one that goes on
-            return _Rows(sequence_ids_B.astype(np.int32), np.zeros(num_rows, dtype=np.bool_)), int(ends_B[-1])
-        same = known.keys is None or known.keys() is _first_keys(cache)
-        if len(known.sequence_ids_B) != num_rows or (num_rows > 1 and not same):
-            raise ConfigError(
-                "the rows of the key-value cache were changed between two forward calls, as beam search does, so that "
-                "tokens cannot be told apart by sequence; record greedy decoding or sampling (num_beams=1)"
-            )
-        return known, 0
+    def resolve(self) -> list[BatchTokens]:
+        """The tokens of every call since the last time, in order."""
+        calls, self._calls = self._calls, []
+        return [self._resolve(call) for call in calls]
+
+    def _resolve(self, call: _Call) -> BatchTokens:
+        rows, shape = call.rows, (call.rows.num_rows, call.width)
+        real_BS = np.ones(shape, dtype=np.bool_) if call.mask_BS is None else _numpy(call.mask_BS) != 0
+        finished_B = self._finished(call)
+        before_B = rows.lengths_B if call.lengths_B is None else call.lengths_B
+        positions_BS = np.cumsum(real_BS, axis=1, dtype=np.int64) - 1 + before_B[:, None]
+        sequences_BS = self._sequences(call, shape)
+        if call.positions is not None and sequences_BS[-1, -1] - sequences_BS[0, 0] >= shape[0]:  # packed
+            positions_BS = np.broadcast_to(_numpy(call.positions), shape)
+        rows.sequence_ids_B = sequences_BS[:, -1]
+        rows.lengths_B = before_B + real_BS.sum(axis=1)
+        keep_BS = real_BS & ~finished_B[:, None]
+        return BatchTokens(
+            keep_BS.ravel(), sequences_BS[keep_BS], positions_BS[keep_BS].astype(np.int32),
+            DECODE if call.decoding else PREFILL, int((~real_BS).sum()), int((real_BS & finished_B[:, None]).sum()),
+        )  # fmt: skip
+
+    def _finished(self, call: _Call) -> NDArray[np.bool_]:
+        """Which rows generation has finished, [B]; more than one new token takes a row up again."""
+        if not call.decoding:
+            call.rows.ended_B = np.zeros(call.rows.num_rows, dtype=np.bool_)
+        if call.fed_BS is None:
+            return call.rows.ended_B
+        fed_B = _numpy(call.fed_BS)[:, 0]
+        call.rows.ended_B = call.rows.ended_B | np.isin(fed_B, self._end)
+        return call.rows.ended_B | np.isin(fed_B, self._pad)
+
+    def _sequences(self, call: _Call, shape: tuple[int, int]) -> NDArray[np.int32]:
+        """The sequence of every slot, [B, S].
+
+        Where there is neither mask nor cache, position ids that break off start another sequence within a row: that is
+        how Transformers is given packed sequences.
+        """
+        if call.rows.sequence_ids_B.size and call.past:
+            return np.broadcast_to(call.rows.sequence_ids_B[:, None], shape)
+        starts_BS = np.zeros(shape, dtype=np.bool_)
+        starts_BS[:, 0] = True
+        if call.positions is not None:
+            starts_BS[:, 1:] = np.diff(np.broadcast_to(_numpy(call.positions), shape), axis=1) != 1
+        sequences_BS = self._num_sequences - 1 + np.cumsum(starts_BS.ravel(), dtype=np.int32).reshape(shape)
+        self._num_sequences += int(starts_BS.sum())
+        return sequences_BS.astype(np.int32)
 
 
 def _cache(call: Mapping[str, Any]) -> Any:
@@ -156,31 +222,22 @@ def _first_keys(cache: Any) -> Any:
 
 
 def _numpy(tensor: Any) -> NDArray[Any]:
-    return tensor.detach().cpu().numpy()  # type: ignore[no-any-return]
+    return tensor.cpu().numpy()  # type: ignore[no-any-return]
 
 
-def _real_tokens(mask: Any, num_rows: int, width: int, past: int) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """Which slots are no padding, [B, S], and how many real tokens each row's cache holds, [B]."""
-    if mask is None:
-        return np.ones((num_rows, width), dtype=np.bool_), np.full(num_rows, past, dtype=np.int64)
+def _check_mask(mask: Any, expected: tuple[int, int]) -> None:
     shape = tuple(getattr(mask, "shape", ()))
-    if shape != (num_rows, past + width):
+    if shape != expected:
         raise ConfigError(
             f"attention_mask is a {type(mask).__name__} of shape {list(shape)}; recording tells padding by a mask of "
-            f"shape {[num_rows, past + width]} (rows, cached and new tokens): give that, and no static cache"
+            f"shape {list(expected)} (rows, cached and new tokens): give that, and no static cache"
         )
-    real = _numpy(mask) != 0
-    return real[:, past:], real[:, :past].sum(axis=1)
 
 
-def _sequence_starts(call: Mapping[str, Any], num_rows: int, width: int, past: int) -> NDArray[np.bool_]:
-    """Where a sequence starts, [B, S] bool: in every row's first slot, and within a row of packed sequences.
-
-    Transformers reads packed sequences from position ids that break off, where there is neither mask nor cache.
-    """
-    starts_BS = np.zeros((num_rows, width), dtype=np.bool_)
-    starts_BS[:, 0] = True
-    positions = call.get("position_ids")
-    if past == 0 and positions is not None and call.get("attention_mask") is None:
-        starts_BS[:, 1:] |= np.diff(np.broadcast_to(_numpy(positions), starts_BS.shape), axis=1) != 1
-    return starts_BS
+def _check_rows(rows: _Rows, num_rows: int, cache: Any) -> None:
+    same = rows.keys is None or rows.keys() is _first_keys(cache)
+    if rows.num_rows != num_rows or (num_rows > 1 and not same):
+        raise ConfigError(
+            "the rows of the key-value cache were changed between two forward calls, as beam search does, so that "
+            "tokens cannot be told apart by sequence; record greedy decoding or sampling (num_beams=1)"
+        )

@@ -6,11 +6,20 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coterie.errors import CheckpointError, ConfigError
-from coterie.families import FAMILIES, TOP_K_KEYS, Family, routing_groups, spec_from_config, text_part
+from coterie.families import (
+    EXPERT_KEYS,
+    FAMILIES,
+    TOP_K_KEYS,
+    Family,
+    model_name,
+    routing_groups,
+    spec_from_config,
+    text_part,
+)
 from coterie.spec import MoESpec
 
 if TYPE_CHECKING:
@@ -57,12 +66,9 @@ def find_moe_layers(model: Any) -> list[MoELayer]:
     """
     name = _name(model)
     family = FAMILIES.get(str(model.config.model_type))
-    found = dict(_by_name(model, family) if family else _by_input(model, name))
+    found = dict(_by_name(model, family)) if family else _by_input(model, name)
     if not found:
-        raise CheckpointError(
-            f"{name} ({type(model).__name__}) has no MoE layers that are recognised: no experts module in it takes "
-            f"(hidden states, expert ids, weights); known families: {', '.join(FAMILIES)}"
-        )
+        raise _none_found(model, name)
     spec = _spec(model, family, found)
     if family is not None and spec.layer_ids != tuple(sorted(found)):
         raise CheckpointError(
@@ -96,19 +102,24 @@ def _by_name(model: Any, family: Family) -> Iterator[tuple[int, _Parts]]:
             yield index, (block, router, experts)
 
 
-def _by_input(model: Any, name: str) -> Iterator[tuple[int, _Parts]]:
+def _by_input(model: Any, name: str) -> dict[int, _Parts]:
+    found: dict[int, _Parts] = {}
     for path, experts in model.named_modules():
         layer = _LAYER.search(path)
         if layer is None or not takes_decisions(experts):
             continue
         block = model.get_submodule(path.rpartition(".")[0])
         router = next((getattr(block, each) for each in _ROUTER_NAMES if hasattr(block, each)), None)
-        if router is None:
+        reason = f"the router beside {path} is named neither {' nor '.join(_ROUTER_NAMES)}" if router is None else None
+        if int(layer[1]) in found:
+            reason = f"{path} is the second experts module in a layer {layer[1]}"
+        if reason:
             raise CheckpointError(
-                f"{name} has the unknown model_type {model.config.model_type!r}, and the router beside {path} is named "
-                f"neither {' nor '.join(_ROUTER_NAMES)}; known families: {', '.join(FAMILIES)}"
+                f"{name} has the unknown model_type {model.config.model_type!r}, and {reason}; "
+                f"known families: {', '.join(FAMILIES)}"
             )
-        yield int(layer[1]), (block, router, experts)
+        found[int(layer[1])] = (block, router, experts)
+    return found
 
 
 def takes_decisions(module: Any) -> bool:
@@ -120,8 +131,21 @@ def takes_decisions(module: Any) -> bool:
     return any(word in ids for word in _INDEX_WORDS) and any(word in weights for word in _WEIGHT_WORDS)
 
 
+def _none_found(model: Any, name: str) -> CheckpointError:
+    config, model_type = text_part(model.config.to_dict()), model.config.model_type
+    if not any(config.get(key) for key in EXPERT_KEYS):
+        return CheckpointError(
+            f"{name} ({model_type}) has no MoE layers: none of {', '.join(EXPERT_KEYS)} is set in its config"
+        )
+    return CheckpointError(
+        f"{name} has the unsupported model_type {model_type!r}: no experts module of {type(model).__name__} takes "
+        f"(hidden states, expert ids, weights); known families: {', '.join(FAMILIES)}"
+    )
+
+
 def _name(model: Any) -> str:
-    return PurePath(str(getattr(model.config, "name_or_path", "") or model.config.model_type)).name
+    path = str(model.config.name_or_path)
+    return model_name(Path(path)) if path else str(model.config.model_type)
 
 
 def _spec(model: Any, family: Family | None, found: Mapping[int, _Parts]) -> MoESpec:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from coterie.checkpoint.safetensors_io import read_headers
 from coterie.errors import CheckpointError, ConfigError
-from coterie.families import FAMILIES
-from coterie.files import parse_json, read_text
+from coterie.families import FAMILIES, read_config
 from coterie.models.backend import import_transformers, quiet
 from coterie.models.layers import find_moe_layers
 from coterie.models.memory import available_bytes
@@ -25,7 +24,6 @@ SHIPPED_MODELS = ("tiny-mixtral", "tiny-qwen3-moe")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-_LOADING_ERRORS = (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError)
 
 
 def resolve(model: str | Path, *, weights: bool = True) -> Path:
@@ -39,10 +37,9 @@ def resolve(model: str | Path, *, weights: bool = True) -> Path:
     Raises:
         CheckpointError: when it is none of these, or the hub cannot be reached.
     """
-    path = Path(model)
-    if path.is_dir():
+    path, text = Path(model), str(model)
+    if text and path.is_dir():
         return path
-    text = str(model)
     if text in SHIPPED_MODELS:
         shipped = Path(str(files("coterie.data") / "models" / text))
         if not shipped.is_dir():
@@ -97,58 +94,52 @@ def load_tokenizer(model: str | Path) -> Any:
     try:
         with quiet():
             return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except _LOADING_ERRORS as error:
+    except Exception as error:  # what foreign code raises on foreign files can be anything
         raise CheckpointError(f"cannot load the tokenizer in {folder}: {_line(error)}") from error
 
 
-def load_config(folder: Path) -> Any:
-    """The Transformers configuration of a model folder.
+def load_config(model: Path) -> Any:
+    """The Transformers configuration of a model folder, or of a config.json.
 
     Raises:
-        CheckpointError: when config.json is missing or damaged, or Transformers does not know the architecture.
+        CheckpointError: when the file is missing or damaged, or Transformers does not know the architecture.
     """
     transformers = import_transformers()
-    file = folder / "config.json"
-    raw = parse_json(read_text(file, CheckpointError), file, CheckpointError)
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{file} holds no JSON object; give a model's folder")
-    model_type = raw.get("model_type")
+    file = model / "config.json" if model.is_dir() else model
+    model_type = read_config(file).get("model_type")
     if model_type == "deepseek":
         importlib.import_module("coterie.models.deepseek").register()
     elif model_type not in transformers.CONFIG_MAPPING:
         raise CheckpointError(
-            f"{folder} has the model_type {model_type!r}, which transformers {transformers.__version__} does not know; "
+            f"{file} has the model_type {model_type!r}, which transformers {transformers.__version__} does not know; "
             f"known MoE families: {', '.join(FAMILIES)}"
         )
     try:
         with quiet():
-            return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except _LOADING_ERRORS as error:
+            return transformers.AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # what foreign code raises on foreign files can be anything
         raise CheckpointError(f"{file} is no config that Transformers can read: {_line(error)}") from error
 
 
-def build_skeleton(folder: Path, dtype: torch.dtype | None = None) -> Any:
-    """The model of a folder's config.json by Transformers' own class on the meta device: shapes, no memory.
+def build_skeleton(model: Path, dtype: torch.dtype | None = None) -> Any:
+    """The model that a config.json describes, by Transformers' own class on the meta device: shapes, no memory.
 
     Args:
-        folder: holds a config.json.
+        model: a model folder, or a config.json.
         dtype: element type; None: the config's, or float32 where it names none.
 
     Raises:
         CheckpointError: when the config cannot be read or built.
     """
-    transformers = import_transformers()
-    torch = importlib.import_module("torch")
-    config = load_config(folder)
+    transformers, backend = import_transformers(), importlib.import_module("torch")
+    config = load_config(model)
     try:
-        with quiet(), torch.device("meta"):
+        with quiet(), backend.device("meta"):
             return transformers.AutoModelForCausalLM.from_config(
-                config, dtype=dtype or config.dtype or torch.float32, trust_remote_code=False
+                config, dtype=dtype or config.dtype or backend.float32, trust_remote_code=False
             )
-    except _LOADING_ERRORS as error:
-        raise CheckpointError(
-            f"cannot build the model that {folder / 'config.json'} describes: {_line(error)}"
-        ) from error
+    except Exception as error:  # what foreign code raises on foreign files can be anything
+        raise CheckpointError(f"cannot build the model that {model} describes: {_line(error)}") from error
 
 
 def tensor_bytes(model: Any) -> int:
@@ -174,7 +165,7 @@ def _load(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
                 folder, dtype=dtype or "auto", local_files_only=True, trust_remote_code=False, use_safetensors=True,
                 ignore_mismatched_sizes=True, output_loading_info=True,
             )  # fmt: skip
-    except _LOADING_ERRORS as error:
+    except Exception as error:  # what foreign code raises on foreign files can be anything
         raise CheckpointError(f"cannot load the model in {folder}: {_line(error)}") from error
     wrong = sorted(name for name, *_ in found["mismatched_keys"]) or sorted(found["missing_keys"])
     if wrong:
@@ -192,10 +183,10 @@ def _from_hub(name: str, patterns: tuple[str, ...]) -> Path:
     hub = importlib.import_module("huggingface_hub")
     try:
         return Path(hub.snapshot_download(name, allow_patterns=list(patterns)))
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the network's errors are of many kinds
         raise CheckpointError(
-            f"cannot get {name} from the hub, and it is not in the local cache: {_line(error)} "
-            "Download it elsewhere and give its folder"
+            f"cannot get {name} from the hub, and it is not in the local cache ({_line(error)}); download it elsewhere "
+            "and give its folder"
         ) from error
 
 
@@ -210,5 +201,6 @@ def _dtype(dtype: torch.dtype | str | None) -> Any:
 
 
 def _line(error: BaseException) -> str:
-    """The first line of an error's text, which in Transformers can be a page."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    """The first line of an error's text, which can be a page; with the second where the first only announces it."""
+    first, _, rest = str(error).strip().partition("\n")
+    return f"{first} {rest.strip().partition(chr(10))[0]}" if first.endswith(":") else first or type(error).__name__

@@ -11,8 +11,10 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 def available_bytes() -> int:
     """Bytes of main memory that can be taken without swapping, within the container's limit where there is one."""
-    free = _field(_MEMINFO, "MemAvailable:")
-    free = free * 1024 if free is not None else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    kilobytes = _field(_MEMINFO, "MemAvailable:")
+    # without the kernel's table (macOS): all memory, which still refuses what can never fit
+    all_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = all_bytes if kilobytes is None else kilobytes * 1024
     try:
         limit = int((_CGROUP / "memory.max").read_text())  # the word "max" where there is none
     except (OSError, ValueError):

@@ -45,7 +45,7 @@ def prune_destinations(
     topology: Topology | str | None = None,
     homes: Homes = "rows",
     renormalise: bool | None = None,
-    count: bool = True,
+    count: bool | PruneCounter = True,
 ) -> Iterator[DestinationPruner]:
     """Drop destinations in every MoE layer while the block runs the model, in prefill and in generation.
 
@@ -68,7 +68,7 @@ def prune_destinations(
             sequence; a device for each row; None for no home, where every device costs 1.
         renormalise: rescale a token's kept weights to the sum of all K; None: as the model does with its top-k
             weights (see `renormalises`).
-        count: keep the figures that `DestinationPruner.stats` gives.
+        count: keep the figures that `DestinationPruner.stats` gives; a counter sums them up over several blocks.
 
     Yields:
         The pruner.
@@ -105,7 +105,7 @@ class DestinationPruner:
 
     def __init__(
         self, spec: MoESpec, device_LE: NDArray[np.int64], topology: Topology, rule: PruningRule, homes: Homes,
-        renormalise: bool, count: bool,
+        renormalise: bool, count: bool | PruneCounter,
     ) -> None:  # fmt: skip
         self.rule, self.topology, self.device_LE, self.renormalise = rule, topology, device_LE, renormalise
         self._torch = importlib.import_module("torch")
@@ -113,7 +113,10 @@ class DestinationPruner:
         self._homes = homes
         self._home_T: Any = None
         self._tables: list[tuple[Any, Any, Any]] = []  # of each layer: its experts' devices, links, thetas
-        self._counter = PruneCounter(spec.num_layers, topology.num_devices) if count else None
+        if isinstance(count, bool):
+            self._counter = PruneCounter(spec.num_layers, topology.num_devices) if count else None
+        else:
+            self._counter = count
 
     def stats(self) -> PruneStats:
         """What was pruned so far.

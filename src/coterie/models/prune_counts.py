@@ -53,7 +53,9 @@ class PruneCounter:
         self._sums_L: list[Tensor] = []  # [2 + 2 G]: kept weight, emptied tokens, visits and remote visits by device
 
     def attach(self, devices: Sequence[Any]) -> None:
-        """Make room for the sums; `devices`: where each layer is."""
+        """Make room for the sums, unless an earlier block did; `devices`: where each layer is."""
+        if self._sums_L:
+            return
         size = 2 + 2 * self._num_devices
         self._sums_L = [self._torch.zeros(size, dtype=self._torch.float64, device=device) for device in devices]
 
@@ -75,6 +77,8 @@ class PruneCounter:
     def stats(self) -> PruneStats:
         """The means so far; zeros before the first token."""
         tokens = self._tokens_L[0]
+        if not self._sums_L:
+            self.attach(["cpu"] * len(self._tokens_L))
         sums_LS = np.stack([sums.cpu().numpy() for sums in self._sums_L]) / max(1, tokens)
         visits_LG, remote_LG = np.split(sums_LS[:, 2:], 2, axis=1)
         return PruneStats(

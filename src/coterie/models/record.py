@@ -10,6 +10,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 import coterie
 from coterie.errors import ConfigError, TraceError
 from coterie.models.backend import import_transformers
@@ -79,7 +81,7 @@ def record(
     told = {**_versions(model, spec), **(provenance or {}), **({} if pruning is None else {"pruning": dict(pruning)})}
     folder = None if out is None else out.parent
     trace = GrowingTrace(spec, folder, zero_is_dropped=pruning is not None)
-    buffer = DecisionBuffer(spec.num_layers, spec.top_k, buffer_tokens, trace)
+    buffer = DecisionBuffer(spec.num_layers, spec.top_k, buffer_tokens)
     recorder = Recorder(model, tracker, buffer, trace, told)
     try:
         with recorder.attached():
@@ -90,25 +92,33 @@ def record(
 
 
 class Recorder:
-    """What `record` yields.
-
-    Attributes:
-        num_tokens: tokens recorded so far.
-        dropped: slots left out so far: "padding", and "finished" for rows that generation ran on after their end.
-    """
+    """What `record` yields."""
 
     def __init__(
         self, model: Any, tracker: TokenTracker, buffer: DecisionBuffer, trace: GrowingTrace, told: Mapping[str, Any]
     ) -> None:
-        self.num_tokens = 0
-        self.dropped = {"padding": 0, "finished": 0}
         self._model, self._decoder = model, model.get_decoder()
         self._tracker, self._buffer, self._growing, self._told = tracker, buffer, trace, told
-        self._signature = inspect.signature(self._decoder.forward)
-        self._tokens: BatchTokens | None = None  # of the forward call that runs
-        self._step = 0
+        self._names = tuple(inspect.signature(self._decoder.forward).parameters)
+        self._running = False  # a forward call
+        self._num_calls = 0
+        self._unwritten: list[BatchTokens] = []  # of the forward calls in the buffer, as far as looked at
+        self._num_tokens = 0
+        self._dropped = {"padding": 0, "finished": 0}
         self._result: RoutingTrace | None = None
         self._closed = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens recorded so far."""
+        self._look()
+        return self._num_tokens
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Slots left out so far: "padding", and "finished" for rows that generation ran on after their end."""
+        self._look()
+        return dict(self._dropped)
 
     def trace(self) -> RoutingTrace:
         """What was recorded so far or, after the block, all of it; memory-mapped.
@@ -145,19 +155,48 @@ class Recorder:
         self._growing.close()
 
     def _save(self, path: Path) -> RoutingTrace:
-        self._buffer.empty()
-        if self._growing.num_tokens == 0:
+        self._spill()
+        if self._num_tokens == 0:
             raise TraceError("nothing was recorded: run the model on at least one token inside the block")
-        self._growing.save(path, {**self._told, "tokens": self._growing.num_tokens, "dropped": dict(self.dropped)})
+        self._growing.save(path, {**self._told, "tokens": self._num_tokens, "dropped": dict(self._dropped)})
         return RoutingTrace.load(path)
+
+    def _look(self) -> None:
+        """Find out which tokens the latest forward calls held."""
+        for tokens in self._tracker.resolve():
+            self._unwritten.append(tokens)
+            self._num_tokens += tokens.sequence_ids_R.size
+            self._dropped["padding"] += tokens.padding
+            self._dropped["finished"] += tokens.finished
+
+    def _spill(self) -> None:
+        """Move the buffer's decisions to the growing trace."""
+        self._look()
+        if not self._unwritten:
+            return
+        calls = self._unwritten
+        sizes = [tokens.sequence_ids_R.size for tokens in calls]
+        first = self._num_calls - len(calls)
+        columns = {
+            "sequence_ids": np.concatenate([tokens.sequence_ids_R for tokens in calls]),
+            "positions": np.concatenate([tokens.positions_R for tokens in calls]),
+            "phase": np.repeat([tokens.phase for tokens in calls], sizes),
+            "step": np.repeat(np.arange(first, self._num_calls), sizes),
+        }
+        self._growing.append(self._buffer.layers(np.concatenate([tokens.keep_T for tokens in calls])), columns)
+        self._buffer.clear()
+        self._unwritten = []
 
     def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         _refuse_training(self._model)
-        self._tokens = self._tracker.begin(_by_name(self._signature, args, kwargs))
-        self._buffer.begin(self._tokens.keep_T.size)
+        size = self._tracker.begin(self._by_name(args, kwargs))
+        if not self._buffer.has_room(size):
+            self._spill()
+        self._buffer.begin(size)
+        self._running = True
 
     def _decide(self, layer: int, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
-        if self._tokens is None:
+        if not self._running:
             raise ConfigError(
                 f"MoE layer {layer} ran outside a forward call of {type(self._decoder).__name__}; recording needs the "
                 "batch's mask and cache: run the model itself and not parts of it"
@@ -165,19 +204,14 @@ class Recorder:
         self._buffer.put(layer, ids_TK, weights_TK)
 
     def _after(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        tokens, self._tokens = self._tokens, None
-        assert tokens is not None
-        self._buffer.end(tokens, self._step)
-        self._tracker.end(_by_name(self._signature, args, kwargs), output)
-        self._step += 1
-        self.num_tokens += tokens.sequence_ids_R.size
-        self.dropped["padding"] += tokens.padding
-        self.dropped["finished"] += tokens.finished
+        self._running = False
+        self._buffer.end()
+        self._tracker.end(self._by_name(args, kwargs), output)
+        self._num_calls += 1
 
-
-def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name; unknown ones are the model's business."""
-    return {**dict(zip(signature.parameters, args, strict=False)), **kwargs}
+    def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a forward call by name."""
+        return {**dict(zip(self._names, args, strict=False)), **kwargs} if args else kwargs
 
 
 def _refuse_training(model: Any) -> None:

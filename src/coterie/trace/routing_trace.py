@@ -96,6 +96,8 @@ class RoutingTrace:
             values = getattr(self, name)
             if values is not None and values.shape != ids.shape[1:2]:
                 raise TraceError(f"{name} has shape {values.shape}; it stores one for each of {ids.shape[1]} tokens")
+            if values is not None and values.dtype.kind not in "iu":
+                raise TraceError(f"{name} has dtype {values.dtype}; a trace stores integers")
 
     @property
     def num_layers(self) -> int:
@@ -128,9 +130,10 @@ class RoutingTrace:
         """
         if self.home_ids is not None:
             homes = np.asarray(self.home_ids[tokens]).astype(np.int64)
-            if homes.size and (homes.min() < 0 or homes.max() >= num_devices):
+            outside = (homes < 0) | (homes >= num_devices)
+            if outside.any():
                 raise TraceError(
-                    f"the trace was recorded with home device {homes.max()}, the topology has {num_devices}; "
+                    f"the trace was recorded with home device {homes[outside][0]}, the topology has {num_devices}; "
                     "use the topology it was recorded on"
                 )
             return homes

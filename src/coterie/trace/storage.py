@@ -43,12 +43,18 @@ def writing(
         path: the file to make.
         arrays: for each name its dtype and shape.
         metadata: stored as JSON under one key of the safetensors header.
+
+    Raises:
+        TraceError: for a dtype that the format has no name for.
+        ConfigError: when the file cannot be written.
     """
     order = sorted(arrays, key=lambda name: (-np.dtype(arrays[name][0]).itemsize, name))
     header: dict[str, Any] = {"__metadata__": {_KEY: json.dumps(metadata)}}
     offset = 0
     for name in order:
         dtype, shape = np.dtype(arrays[name][0]), arrays[name][1]
+        if dtype not in _CODES:
+            raise TraceError(f"{name} has dtype {dtype}; a file stores {', '.join(kind.name for kind in _CODES)}")
         size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
         header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
@@ -111,7 +117,7 @@ def load_trace(path: Path) -> RoutingTrace:
         if metadata["schema_version"] > SCHEMA_VERSION:
             version = metadata["schema_version"]
             raise TraceError(f"{path} has trace schema {version}, this version reads up to {SCHEMA_VERSION}; upgrade")
-        spec, provenance = MoESpec.from_json(metadata["spec"]), metadata["provenance"]
+        spec, provenance = MoESpec.from_json(metadata["spec"]), dict(metadata["provenance"])
         ordered = bool(metadata["weight_ordered"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise TraceError(f"{path} is a safetensors file but no routing trace; import its source first") from error

@@ -29,7 +29,7 @@ def make_tokenizer(bos: bool) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
 
 
-def make_model(seed: int = 0, vocabulary: int = 300) -> Any:
+def make_model(seed: int = 0, vocabulary: int = 300, positions: int = 2048) -> Any:
     """A random Mixtral in float32: 2 layers, 4 experts, top-2."""
     import torch
     from transformers import MixtralConfig, MixtralForCausalLM
@@ -37,7 +37,7 @@ def make_model(seed: int = 0, vocabulary: int = 300) -> Any:
     torch.manual_seed(seed)
     config = MixtralConfig(
         vocab_size=vocabulary, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=2048,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=positions,
         bos_token_id=0, eos_token_id=1, initializer_range=0.3,
     )  # fmt: skip
     return MixtralForCausalLM(config).eval()

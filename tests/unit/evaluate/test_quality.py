@@ -37,7 +37,7 @@ def plain_log_probabilities(model: Any, ids: tuple[int, ...]) -> np.ndarray[Any,
     return np.array(rows)
 
 
-def only_the_first_expert(model: Any) -> Any:
+def only_the_first_expert(model: Any, sequences: Any) -> Any:
     """A change: every token's second expert gets no weight."""
     from coterie.models.intercept import intercept
 
@@ -109,7 +109,7 @@ def test_changes_nest_and_are_undone_on_errors(model: Any) -> None:
 
     def logged(name: str) -> Change:
         @contextmanager
-        def apply(model: Any) -> Iterator[None]:
+        def apply(model: Any, sequences: Any) -> Iterator[None]:
             log.append(f"+{name}")
             try:
                 yield

@@ -12,7 +12,7 @@ from coterie.placement.balance import eplb
 from coterie.placement.greedy import algorithm_1
 from coterie.placement.objective import Objective
 from coterie.placement.problem import LayerProblem
-from coterie.placement.refine import refine
+from coterie.placement.refine import NUM_LIMITS, NUM_TAIL_LIMITS, refine
 
 
 def plain_costs(problem: LayerProblem, objective: Objective, device_E: Any) -> tuple[float, float]:
@@ -41,7 +41,7 @@ def test_candidates_beat_algorithm_1_and_reach_the_balance_of_eplb(make_problem:
     figures = [plain_costs(problem, objective, device_E) for device_E in candidates]
     assert min(cost for cost, _ in figures) <= plain_costs(problem, objective, algorithm_1(problem, 0))[0] + 1e-9
     assert min(b for _, b in figures) <= plain_costs(problem, objective, eplb(problem))[1] + 1e-6
-    assert len(candidates) <= 8
+    assert len(candidates) <= NUM_LIMITS + NUM_TAIL_LIMITS + 2
     assert len({tuple(row) for row in candidates.tolist()}) == len(candidates)
     for device_E in candidates:
         np.testing.assert_array_equal(np.bincount(device_E, minlength=problem.num_devices), problem.slots_G)

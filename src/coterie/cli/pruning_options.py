@@ -1,0 +1,84 @@
+"""The options with which a verb that runs a model prunes destinations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coterie.errors import ConfigError
+
+if TYPE_CHECKING:
+    from coterie.evaluate.change import Change
+    from coterie.placement.placement import Placement
+    from coterie.progress import Progress
+    from coterie.pruning.fitting import RuleChoice
+    from coterie.topology import Topology
+
+_DEFAULTS = {"rule": "cap", "floor": "0", "topology": None, "placement": None, "fit": None, "renormalise": None}
+
+
+@dataclass(frozen=True)
+class PruningOptions:
+    """The options that ask for destination pruning, as they were written."""
+
+    prune: str | None
+    peak: str | None
+    rule: str
+    floor: str
+    topology: str | None
+    placement: Path | None
+    fit: Path | None
+    renormalise: bool | None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether pruning was asked for."""
+        return self.prune is not None or self.peak is not None
+
+    def check(self) -> None:
+        """Refuse what cannot be, or would be ignored, before a model is loaded."""
+        if self.wanted:
+            self._choice()
+            self._devices()
+            if self.fit is not None and not self.fit.exists():
+                raise ConfigError(f"--fit {self.fit} does not exist; record a trace with coterie record")
+            return
+        for option, default in _DEFAULTS.items():
+            if getattr(self, option) != default:
+                raise ConfigError(f"--{option} belongs to pruning; give --prune, e.g. --prune 0.2, or --peak")
+
+    def changes(self, model: Any, listen: Progress) -> list[Change]:
+        """The change of the model, if one is wanted."""
+        if not self.wanted:
+            return []
+        from coterie.evaluate.changes import pruning
+        from coterie.trace.open import open_trace
+
+        placement, topology = self._devices()
+        return [
+            pruning(
+                model, self._choice(), placement=placement, topology=topology,
+                trace=None if self.fit is None else open_trace(self.fit, progress=listen),
+                renormalise=self.renormalise, progress=listen,
+            )
+        ]  # fmt: skip
+
+    def _devices(self) -> tuple[Placement | None, Topology | None]:
+        from coterie.placement.placement import Placement
+        from coterie.topology import Topology
+
+        if (self.placement is None) == (self.topology is None):
+            given = "neither is" if self.placement is None else "both are"
+            raise ConfigError(f"pruning needs devices, from --topology, e.g. --topology 8, or --placement; {given} given")
+        if self.placement is not None:
+            return Placement.load(self.placement), None
+        assert self.topology is not None
+        return None, Topology.parse(self.topology)
+
+    def _choice(self) -> RuleChoice:
+        from coterie.pruning.fitting import RuleChoice
+        from coterie.units import parse_fraction
+
+        p, peak = (None if value is None else parse_fraction(value) for value in (self.prune, self.peak))
+        return RuleChoice(self.rule, p, peak, parse_fraction(self.floor))
