@@ -20,7 +20,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from coterie.pruning.kernels import TOLERANCE
+from coterie.pruning.reference import TOLERANCE
 
 _HUGE = 1e30  # above every a and every a/c; added to where it belongs, since masks are slow on CPUs
 
@@ -94,6 +94,7 @@ def cap(
     Returns:
         [T, K] bool.
     """
+    assert 0 <= p < 1, "a share of the weight"
     if p == 0:
         return _all_before(device_TK, before_TK)
     visits = _visits(device_TK, weight_TK, home_T, links, before_TK)
@@ -155,6 +156,7 @@ def naive(weight_TK: Tensor, p: float, before_TK: Tensor | None = None) -> Tenso
     Returns:
         [T, K] bool.
     """
+    assert 0 <= p < 1, "a share of the weight"
     if p == 0:
         return _all_before(weight_TK, before_TK)
     share_KT = _shares(weight_TK, before_TK)
