@@ -70,7 +70,9 @@ class PruningOptions:
 
         if (self.placement is None) == (self.topology is None):
             given = "neither is" if self.placement is None else "both are"
-            raise ConfigError(f"pruning needs devices, from --topology, e.g. --topology 8, or --placement; {given} given")
+            raise ConfigError(
+                f"pruning needs devices, from --topology, e.g. --topology 8, or --placement; {given} given"
+            )
         if self.placement is not None:
             return Placement.load(self.placement), None
         assert self.topology is not None
