@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coterie.cli.common import JsonOption, SeedOption, emit_json, progress, say
+from coterie.cli.pruning_options import PruningOptions
 from coterie.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,22 +27,48 @@ def record(
     length: Annotated[
         int, typer.Option("--length", help="Tokens of a sequence; with --generate half are prompt.")
     ] = 256,
+    prune: Annotated[str | None, typer.Option(help="Prune destinations: share of routing weight to drop.")] = None,
+    peak: Annotated[
+        str | None, typer.Option(help="Prune to so many remote visits a token to the busiest device.")
+    ] = None,
+    rule: Annotated[str, typer.Option(help="Pruning rule: cap, naive or priced.")] = "cap",
+    topology: Annotated[str | None, typer.Option(help='Devices to prune over, like "8" or "2x8,inter=5".')] = None,
+    placement: Annotated[Path | None, typer.Option(help="Where experts live; without it: in order.")] = None,
+    fit: Annotated[
+        Path | None, typer.Option(help="A trace of the model on other text, to fit --peak or priced.")
+    ] = None,
+    floor: Annotated[str, typer.Option(help="Least share of its weight a token keeps (priced).")] = "0",
+    renormalise: Annotated[
+        bool | None, typer.Option("--renormalise/--no-renormalise", help="Rescale kept weights; as the model does.")
+    ] = None,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a model over a text and record which experts every token is routed to, in every MoE layer."""
+    """Run a model over a text and record which experts every token is routed to, in every MoE layer.
+
+    With --prune or --peak the model runs with pruned destinations, and what is recorded is what is left.
+    """
+    from coterie.evaluate.change import changed
     from coterie.models.load import load_model, load_tokenizer
     from coterie.models.record import check_output
     from coterie.models.run_text import TextRun, record_text
 
     run = TextRun(tokens, length, batch, generate, seed)
+    pruning = PruningOptions(prune, peak, rule, floor, topology, placement, fit, renormalise)
+    pruning.check()
     check_output(out)
     source, contents = _source(text, domain)
     with progress() as listen:
         tokenizer, loaded = load_tokenizer(model), load_model(model)
+        changes = pruning.changes(loaded, listen)
         started = time.monotonic()
-        trace = record_text(loaded, tokenizer, contents, run, out, source=source, progress=listen)
+        trace = record_text(
+            loaded, tokenizer, contents, run, out, source=source, progress=listen,
+            pruning=changes[0].settings if changes else None,
+            around=lambda sequences: changed(loaded, changes, sequences),
+        )  # fmt: skip
     result = _result(trace, out, source, run.seed, time.monotonic() - started)
+    result["pruning"] = changes[0].to_json() if changes else None
     if as_json:
         emit_json(result)
     else:
@@ -87,3 +114,9 @@ def _show(result: dict[str, Any]) -> None:
     )
     if any(dropped.values()):
         say(f"  left out: {dropped['padding']:,} slots of padding, {dropped['finished']:,} after a sequence's end")
+    if result["pruning"] is not None:
+        measured = result["pruning"]["measured"]
+        say(
+            f"  pruned, rule {result['pruning']['rule']}: kept weight {measured['kept_weight']:.3f}, remote devices a "
+            f"token {measured['remote_dpt']:.3f}, remote peak traffic {measured['remote_peak_traffic']:.3f}"
+        )

@@ -56,7 +56,8 @@ def record(
         path: the trace file to write when the block ends, .safetensors; None: only `Recorder.trace` gives it.
         provenance: what to say of the run in the trace: the text's source, the seed.
         pruning: what prunes the model while it is recorded, for the provenance; a weight of zero is then a dropped
-            expert (`kept` false). Enter the pruning's block before this one, so that its result is what is seen.
+            expert (`kept` false). Enter the pruning's block before this one, so that its result is what is seen. A
+            trace takes sequence i to be at home on device i mod G: prune with homes to match.
         end_token_ids: ids by which a finished row is known; None: as the model's (generation) config says. What it
             calls padding is known anyway.
         buffer_tokens: tokens, padding included, that wait in memory.
@@ -70,6 +71,30 @@ def record(
             cannot be written.
         TraceError: when the block ends and nothing was recorded, or a decision is impossible.
     """
+    with (
+        recorder(
+            model, path=path, provenance=provenance, pruning=pruning, end_token_ids=end_token_ids,
+            buffer_tokens=buffer_tokens,
+        ) as made,
+        made.attached(),
+    ):  # fmt: skip
+        yield made
+
+
+@contextmanager
+def recorder(
+    model: Any,
+    *,
+    path: str | Path | None = None,
+    provenance: Mapping[str, Any] | None = None,
+    pruning: Mapping[str, Any] | None = None,
+    end_token_ids: Collection[int] | None = None,
+    buffer_tokens: int = BUFFER_TOKENS,
+) -> Iterator[Recorder]:
+    """As `record`, for a caller who says when: it records inside blocks of `Recorder.attached`.
+
+    So what changes the model for a batch can be entered first, and its result is what is recorded.
+    """
     if buffer_tokens < 1:
         raise ConfigError(f"buffer_tokens = {buffer_tokens}; it must be at least 1")
     out = None if path is None else check_output(Path(path))
@@ -82,13 +107,12 @@ def record(
     folder = None if out is None else out.parent
     trace = GrowingTrace(spec, folder, zero_is_dropped=pruning is not None)
     buffer = DecisionBuffer(spec.num_layers, spec.top_k, buffer_tokens)
-    recorder = Recorder(model, tracker, buffer, trace, told)
+    made = Recorder(model, tracker, buffer, trace, told)
     try:
-        with recorder.attached():
-            yield recorder
-        recorder.finish(out)
+        yield made
+        made.finish(out)
     finally:
-        recorder.close()
+        made.close()
 
 
 class Recorder:
@@ -135,7 +159,7 @@ class Recorder:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """The model's hooks are in place inside the block."""
+        """Inside the block the model is recorded; the hooks see what earlier hooks decided."""
         with ExitStack() as stack:
             stack.enter_context(intercept(self._model, self._decide))
             for add, hook in (

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from coterie.errors import CheckpointError, ConfigError
 from coterie.models.backend import quiet
-from coterie.models.record import Recorder, record
+from coterie.models.record import recorder
 from coterie.progress import Progress, silent
 from coterie.trace.routing_trace import RoutingTrace
+
+Around = Callable[[Sequence[int]], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ def record_text(
     *,
     source: str,
     pruning: Mapping[str, Any] | None = None,
+    around: Around | None = None,
     progress: Progress = silent,
 ) -> RoutingTrace:
     """Record a model's routing on a text.
@@ -63,6 +67,8 @@ def record_text(
         path: the trace file to write.
         source: what to call the text in the provenance.
         pruning: as for `record`.
+        around: changes the model for a batch: it is given the numbers of the batch's sequences and returns a context
+            manager.
         progress: told of the tokens recorded.
 
     Returns:
@@ -81,30 +87,38 @@ def record_text(
     told = {"source": source, "run": asdict(run)}
     devices = [] if model.device.type == "cpu" else [model.device]
     with (
-        record(model, path=path, provenance=told, pruning=pruning) as recorder,
+        recorder(model, path=path, provenance=told, pruning=pruning) as recording,
         torch.random.fork_rng(devices=devices), torch.inference_mode(), quiet(),
     ):  # fmt: skip
         torch.manual_seed(run.seed)
-        while recorder.num_tokens < run.tokens:
-            _run_batch(model, pieces, recorder, run)
-            progress("recording", min(recorder.num_tokens, run.tokens), run.tokens)
-    return recorder.trace()
+        sequences = 0
+        while recording.num_tokens < run.tokens:
+            lengths = _lengths(run, run.tokens - recording.num_tokens)
+            numbers = range(sequences, sequences + len(lengths))
+            with nullcontext() if around is None else around(numbers), recording.attached():
+                _run_batch(model, pieces, lengths, run.generate)
+            sequences += len(lengths)
+            progress("recording", min(recording.num_tokens, run.tokens), run.tokens)
+    return recording.trace()
 
 
-def _run_batch(model: Any, pieces: _Pieces, recorder: Recorder, run: TextRun) -> None:
-    missing = run.tokens - recorder.num_tokens
+def _lengths(run: TextRun, missing: int) -> list[int]:
+    """The tokens of each sequence of the next batch; all of full length where they are generated and may end early."""
     length = min(run.length, run.tokens)
-    sequences = min(run.batch, -(-missing // length))
-    if not run.generate:
-        lengths = [min(length, missing - index * length) for index in range(sequences)]
+    count = min(run.batch, -(-missing // length))
+    return [length if run.generate else min(length, missing - index * length) for index in range(count)]
+
+
+def _run_batch(model: Any, pieces: _Pieces, lengths: list[int], generate: bool) -> None:
+    if not generate:
         ids, mask = pieces.batch(lengths)
         model.get_decoder()(input_ids=ids, attention_mask=mask, use_cache=False)
         return
-    prompt = max(1, length // 2)
-    ids, mask = pieces.batch([prompt] * sequences)
+    prompt = max(1, lengths[0] // 2)
+    ids, mask = pieces.batch([prompt] * len(lengths))
     # the last token that is sampled is never run, hence one more
     model.generate(
-        input_ids=ids, attention_mask=mask, do_sample=True, num_beams=1, max_new_tokens=length - prompt + 1,
+        input_ids=ids, attention_mask=mask, do_sample=True, num_beams=1, max_new_tokens=lengths[0] - prompt + 1,
         pad_token_id=pieces.pad_id,
     )  # fmt: skip
 

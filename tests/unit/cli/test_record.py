@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
+import numpy as np
 import pytest
 
 from coterie.cli.main import main
@@ -62,9 +63,30 @@ def test_generate(coterie, tiny_checkpoint, tmp_path):
     assert coterie("trace", "info", out)[0] == 0
 
 
+def test_pruned_routing_is_what_offline_pruning_keeps(coterie, tiny_checkpoint, text, tmp_path):
+    """In the first layer, where nothing upstream has changed yet, pruning the trace gives the same."""
+    plain, live, offline = (tmp_path / f"{name}.safetensors" for name in ("plain", "live", "offline"))
+    folder = tiny_checkpoint("qwen3_moe")
+    run = ("record", folder, "--text", text, "--tokens", 120, "--length", 16, "--batch", 3)
+    assert coterie(*run, "--out", plain)[0] == 0
+    code, stdout, _ = coterie(*run, "--out", live, "--prune", "0.3", "--topology", "4", "--json")
+    assert code == 0
+    pruning = json.loads(stdout)["pruning"]
+    assert (pruning["rule"], pruning["p"], pruning["topology"]["devices_per_node"]) == ("cap", 0.3, 4)
+    assert coterie("trace", "prune", plain, "--topology", "4", "-p", "0.3", "--out", offline)[0] == 0
+    recorded, expected = RoutingTrace.load(live), RoutingTrace.load(offline)
+    assert recorded.kept is not None
+    assert 0.3 < recorded.kept.mean() < 1
+    np.testing.assert_array_equal(recorded.expert_ids[0], expected.expert_ids[0])
+    np.testing.assert_array_equal(recorded.kept[0], expected.kept[0])
+    assert recorded.provenance["pruning"]["rule"] == "cap"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (("--domain", "prose", "--prune", "0.2"), "give --topology"),
+        (("--domain", "prose", "--topology", "8"), "belongs to pruning"),
         ((), "either --text FILE or --domain"),
         (("--domain", "pros"), "did you mean 'prose'"),
         (("--text", "absent.txt"), "absent.txt does not exist"),
