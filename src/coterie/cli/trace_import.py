@@ -22,13 +22,18 @@ def trace_import(
     experts: Annotated[
         int | None, typer.Option("--experts", min=1, help="Experts in a layer; the largest id + 1 if nothing says it.")
     ] = None,
+    model: Annotated[
+        Path | None, typer.Option("--model", help="The model's config.json: its layers, experts, top-k and groups.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Import a recording of routing; warm-up and padding rows are dropped and counted."""
+    from coterie.families import load_spec
     from coterie.trace.open import import_trace
 
+    spec = None if model is None else load_spec(model)
     with progress() as listener:
-        trace = import_trace(source, out, format, None, listener, num_experts=experts)
+        trace = import_trace(source, out, format, spec, listener, num_experts=experts)
     dropped, inferred = trace.provenance.get("dropped", {}), trace.provenance.get("inferred", {})
     if as_json:
         emit_json(
