@@ -17,6 +17,8 @@ from coterie.spec import MoESpec
 from coterie.topology import Topology
 from coterie.trace.routing_trace import RoutingTrace
 
+_EXTRAS = {"transformers": "models", "lm_eval": "eval"}
+
 settings.register_profile("coterie", deadline=None, derandomize=True)
 settings.load_profile("coterie")
 
@@ -26,7 +28,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker in item.iter_markers("needs"):
         package = marker.args[0]
         if importlib.util.find_spec(package) is None:
-            reason = f"needs {package}: pip install 'coterie[{package}]'"
+            reason = f"needs {package}: pip install 'coterie[{_EXTRAS.get(package, package)}]'"
             if os.environ.get("COTERIE_REQUIRE_ALL") == "1":
                 pytest.fail(reason, pytrace=False)
             pytest.skip(reason)

@@ -17,6 +17,7 @@ def show(result: dict[str, Any]) -> None:
         _show_texts(result)
     if "tasks" in result:
         _show_tasks(result["tasks"])
+        _say_what_small_models_can_do(result["model"])
 
 
 def _show_change(change: dict[str, Any]) -> None:
@@ -38,15 +39,20 @@ def _show_texts(result: dict[str, Any]) -> None:
         columns += ["reference", "KL mean", "KL 99%", "top-1 agreement"]
     rows = []
     for name, part in [*result["domains"].items(), ("all", result)]:
-        row = [name, f"{part['tokens']:,}", part["perplexity"], part["bits_per_byte"]]
+        row = [name, f"{part['tokens']:,}", _number(part["perplexity"], 3), part["bits_per_byte"]]
         if compared:
-            kls = (f"{value:.5f}" for value in (part["kl"], part["kl_percentiles"]["99"]))
-            row += [part["reference_perplexity"], *kls, f"{part['top1_agreement']:.2%}"]
+            kls = (_number(value, 5) for value in (part["kl"], part["kl_percentiles"]["99"]))
+            row += [_number(part["reference_perplexity"], 3), *kls, f"{part['top1_agreement']:.2%}"]
         rows.append(row)
     table(columns, rows[:-1] if len(rows) == 2 else rows, f"window {result['window']}, stride {result['stride']}")
     if compared:
         against = result["reference"] or "the unchanged model"
         say(f"reference: {against}; KL(reference || model) a token, nats; agreement: the same most likely next token")
+
+
+def _number(value: float | None, digits: int) -> str:
+    """A figure of a table; JSON has no infinity, so None stands for it."""
+    return "infinite" if value is None else f"{value:.{digits}f}"
 
 
 def _show_tasks(tasks: dict[str, Any]) -> None:
@@ -64,6 +70,13 @@ def _show_tasks(tasks: dict[str, Any]) -> None:
             say(
                 f"{name}: {task['truncated']} of {task['n']} questions are longer than the model reads; cut at the left"
             )
+
+
+def _say_what_small_models_can_do(model: str) -> None:
+    from coterie.models.load import SHIPPED_MODELS
+
+    if model in SHIPPED_MODELS:
+        say(f"{model} is far too small for these tasks and answers most of them by chance: it shows how they are run")
 
 
 def _task_row(label: str, part: dict[str, Any]) -> list[object]:

@@ -10,8 +10,10 @@ from coterie.errors import ConfigError
 
 if TYPE_CHECKING:
     from coterie.evaluate.change import Change
+    from coterie.placement.placement import Placement
     from coterie.progress import Progress
     from coterie.pruning.fitting import RuleChoice
+    from coterie.topology import Topology
 
 _DEFAULTS = {"rule": "cap", "floor": "0", "topology": None, "placement": None, "fit": None, "renormalise": None}
 
@@ -35,11 +37,12 @@ class PruningOptions:
         return self.prune is not None or self.peak is not None
 
     def check(self) -> None:
-        """Refuse options that would be ignored, before a model is loaded."""
+        """Refuse what cannot be, or would be ignored, before a model is loaded."""
         if self.wanted:
             self._choice()
-            if self.placement is None and self.topology is None:
-                raise ConfigError("pruning needs devices; give --topology, e.g. --topology 8, or --placement")
+            self._devices()
+            if self.fit is not None and not self.fit.exists():
+                raise ConfigError(f"--fit {self.fit} does not exist; record a trace with coterie record")
             return
         for option, default in _DEFAULTS.items():
             if getattr(self, option) != default:
@@ -50,19 +53,30 @@ class PruningOptions:
         if not self.wanted:
             return []
         from coterie.evaluate.changes import pruning
-        from coterie.placement.placement import Placement
-        from coterie.topology import Topology
         from coterie.trace.open import open_trace
 
+        placement, topology = self._devices()
         return [
             pruning(
-                model, self._choice(),
-                placement=None if self.placement is None else Placement.load(self.placement),
-                topology=None if self.topology is None else Topology.parse(self.topology),
+                model, self._choice(), placement=placement, topology=topology,
                 trace=None if self.fit is None else open_trace(self.fit, progress=listen),
                 renormalise=self.renormalise, progress=listen,
             )
         ]  # fmt: skip
+
+    def _devices(self) -> tuple[Placement | None, Topology | None]:
+        from coterie.placement.placement import Placement
+        from coterie.topology import Topology
+
+        if (self.placement is None) == (self.topology is None):
+            given = "neither is" if self.placement is None else "both are"
+            raise ConfigError(
+                f"pruning needs devices, from --topology, e.g. --topology 8, or --placement; {given} given"
+            )
+        if self.placement is not None:
+            return Placement.load(self.placement), None
+        assert self.topology is not None
+        return None, Topology.parse(self.topology)
 
     def _choice(self) -> RuleChoice:
         from coterie.pruning.fitting import RuleChoice

@@ -14,7 +14,7 @@ from typing import Any
 
 from coterie.errors import BackendUnavailable, ConfigError
 from coterie.evaluate.task_data import Questions
-from coterie.models.backend import import_transformers
+from coterie.models.backend import import_transformers, quiet
 
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_EVALUATE_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 LIKELIHOOD = "likelihood"  # what the second form of a generating task is called, after its name
@@ -61,7 +61,7 @@ def hushed(show_bars: bool) -> Iterator[None]:
     logger.setLevel(logging.ERROR)
     stderr = sys.stderr if show_bars else io.StringIO()
     try:
-        with contextlib.redirect_stdout(stderr), contextlib.redirect_stderr(stderr):
+        with quiet(), contextlib.redirect_stdout(stderr), contextlib.redirect_stderr(stderr):
             yield
     finally:
         logger.setLevel(level)

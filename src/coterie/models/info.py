@@ -11,7 +11,7 @@ from typing import Any
 
 from coterie.checkpoint.safetensors_io import StoredTensor, has_weights, read_headers
 from coterie.errors import CheckpointError
-from coterie.families import FAMILIES, model_name, read_config, shared_experts, spec_from_config, text_part
+from coterie.families import EXPERT_KEYS, FAMILIES, model_name, read_config, shared_experts, spec_from_config, text_part
 from coterie.models.layers import find_moe_layers, spec_of
 from coterie.models.load import build_skeleton, resolve
 from coterie.spec import MoESpec
@@ -80,9 +80,10 @@ def model_info(model: str | Path) -> ModelInfo:
     config = text_part(read_config(file))
     family = FAMILIES.get(str(config.get("model_type")))
     folder = file.parent if file.name == "config.json" and has_weights(file.parent) else None
+    known = spec_from_config(config, model_name(file)) if family or not _has_experts(config) else None
     # an unknown family's config may call things anyhow: its modules tell its shape
-    skeleton = build_skeleton(file) if folder is None or family is None else None
-    spec = spec_from_config(config, model_name(file)) if family else spec_of(skeleton)
+    skeleton = build_skeleton(file) if folder is None or known is None else None
+    spec = known or spec_of(skeleton)
     sizes = _from_headers(read_headers(folder), spec, folder) if folder else _from_skeleton(skeleton)
     quantization = config.get("quantization_config")
     notes: tuple[str, ...] = ()
@@ -92,6 +93,10 @@ def model_info(model: str | Path) -> ModelInfo:
         sizes = (str(quantization.get("quant_method", sizes[0])), *sizes[1:])
     width = config.get(family.intermediate if family else "moe_intermediate_size")
     return ModelInfo(spec, str(config.get("model_type")), width, shared_experts(config, family), *sizes, notes=notes)
+
+
+def _has_experts(config: Mapping[str, Any]) -> bool:
+    return any(config.get(key) for key in EXPERT_KEYS)
 
 
 def _from_headers(tensors: Mapping[str, StoredTensor], spec: MoESpec, folder: Path) -> tuple[str, bool, int, int, int]:

@@ -215,3 +215,16 @@ def test_registering_again_does_no_harm():
     register()
     register()
     assert type(transformers.AutoConfig.for_model("deepseek")) is DeepseekConfig
+
+
+def test_the_published_sizes_give_the_published_number_of_parameters(published):
+    from coterie.models.load import build_skeleton
+
+    skeleton = build_skeleton(
+        published(
+            hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408, n_routed_experts=64,
+            num_attention_heads=16, num_key_value_heads=16, num_experts_per_tok=6, num_hidden_layers=28,
+            vocab_size=102400,
+        )
+    )  # fmt: skip
+    assert skeleton.num_parameters() == 16_375_728_128
