@@ -49,6 +49,7 @@ from coterie.trace.routing_trace import ALL_TOKENS, RoutingTrace
 
 THRESHOLDS = (0.1, 0.2, 0.3)
 TOKEN_COUNTS = (1, 64, 4096)
+FLOORS = {"priced": 0.0, "priced, floor 0.5": 0.5}
 WINDOW, STRIDE = 256, 192
 MAX_SHARE = 0.01
 
@@ -188,9 +189,10 @@ def rules_of(setup: Setup) -> Iterator[tuple[str, float, str, PruningRule]]:
         yield "naive", p, "equal peak", weakest(
             lambda n: Naive(n / THRESHOLD_STEPS), THRESHOLD_STEPS, setup.heldout, ALL_TOKENS, peak
         )  # fmt: skip
-        yield "priced", p, "equal peak", weakest(
-            lambda n: Priced(theta_NLG[LEVELS - n]), LEVELS + 1, setup.heldout, ALL_TOKENS, peak
-        )  # fmt: skip
+        for name, floor in FLOORS.items():
+            yield name, p, "equal peak", weakest(
+                lambda n, floor=floor: Priced(theta_NLG[LEVELS - n], floor), LEVELS + 1, setup.heldout, ALL_TOKENS, peak
+            )  # fmt: skip
 
 
 @contextmanager
@@ -237,19 +239,12 @@ def quality(name: str, topology: Topology, tokens: int) -> dict[str, Any]:
 
 
 def at_equal_peak(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each p and way of weighting: what priced and naive lose at cap's peak, as a share of what cap loses."""
-    found = {(row["rule"], row["p"], row["renormalise"]): row for row in rows if "peak" in row["at"]}
-    ratios = []
-    for p in THRESHOLDS:
-        for renormalise in (False, True):
-            cap, naive, priced = (found[rule, p, renormalise] for rule in ("cap", "naive", "priced"))
-            ratios.append({
-                "p": p, "renormalise": renormalise,
-                **{f"{name}_{what}": row[what] / cap[what]
-                   for name, row in (("priced", priced), ("naive", naive)) for what in ("increase", "kl")},
-                "least": priced["increase"] < min(cap["increase"], naive["increase"])
-                and priced["kl"] < min(cap["kl"], naive["kl"]),
-            })  # fmt: skip
+    """For each p and way of weighting: what the other rules lose at cap's peak, as a share of what cap loses."""
+    ratios: list[dict[str, Any]] = []
+    for row in (row for row in rows if row["at"] == "equal peak"):
+        key = {"p": row["p"], "renormalise": row["renormalise"]}
+        cap = next(other for other in rows if {**key, "rule": "cap"}.items() <= other.items())
+        ratios.append({"rule": row["rule"], **key, **{what: row[what] / cap[what] for what in ("increase", "kl")}})
     return ratios
 
 
@@ -261,21 +256,27 @@ def show_quality(name: str, topology: Topology, result: dict[str, Any]) -> None:
     )
     print(f"the model itself {'renormalises' if result['renormalises_itself'] else 'does not renormalise'} its weights")
     print(
-        f"{'rule':8}{'p':>5} {'compared at':18}{'renorm':>7}{'perplexity':>12}{'increase':>10}{'KL':>9}{'top-1':>8}"
-        f"{'remote DPT':>12}{'peak':>8}{'kept':>8}"
+        f"{'rule':18}{'p':>5} {'compared at':18}{'renorm':>7}{'perplexity':>12}{'increase':>10}{'KL':>9}{'top-1':>8}"
+        f"{'remote DPT':>12}{'peak':>8}{'kept':>8}{'emptied':>9}"
     )
     for row in result["rows"]:
         print(
-            f"{row['rule']:8}{row['p']:5.1f} {row['at']:18}{'yes' if row['renormalise'] else 'no':>7}"
+            f"{row['rule']:18}{row['p']:5.1f} {row['at']:18}{'yes' if row['renormalise'] else 'no':>7}"
             f"{row['perplexity']:12.3f}{row['increase']:+10.2%}{row['kl']:9.5f}{row['agreement']:8.3f}"
-            f"{row['remote_dpt']:12.3f}{row['remote_peak_traffic']:8.3f}{row['kept_weight']:8.3f}"
+            f"{row['remote_dpt']:12.3f}{row['remote_peak_traffic']:8.3f}{row['kept_weight']:8.3f}{row['emptied']:9.4f}"
         )
-    for ratio in result["lost_at_equal_peak"]:
+    print("\nlost at cap's peak, as a share of what cap loses: perplexity (KL)")
+    ratios = result["lost_at_equal_peak"]
+    names = list(dict.fromkeys(ratio["rule"] for ratio in ratios))
+    print(f"{'cap p':>6}{'renorm':>8}" + "".join(f"{name:>22}" for name in names) + "   priced loses the least")
+    for p, renormalise in dict.fromkeys((ratio["p"], ratio["renormalise"]) for ratio in ratios):
+        found = {r["rule"]: r for r in ratios if (r["p"], r["renormalise"]) == (p, renormalise)}
+        cells = [f"{found[name]['increase']:.2f} ({found[name]['kl']:.2f})" for name in names]
+        worst = max(found[name][what] for name in FLOORS for what in ("increase", "kl"))
+        floored = max(found["priced, floor 0.5"][what] for what in ("increase", "kl"))
+        verdict = "yes" if worst < 1 else "with the floor" if floored < 1 else "NO"
         print(
-            f"at the peak of cap p = {ratio['p']}, {'' if ratio['renormalise'] else 'not '}renormalised, of its loss: "
-            f"priced {ratio['priced_increase']:.2f} in perplexity and {ratio['priced_kl']:.2f} in KL, "
-            f"naive {ratio['naive_increase']:.2f} and {ratio['naive_kl']:.2f}; "
-            f"priced loses the least: {'yes' if ratio['least'] else 'NO'}"
+            f"{p:6.1f}{'yes' if renormalise else 'no':>8}" + "".join(f"{cell:>22}" for cell in cells) + f"   {verdict}"
         )
 
 

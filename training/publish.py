@@ -26,13 +26,16 @@ def publish(moe: Path, dense: Path, into: Path) -> None:
 
 
 def evaluated(folder: Path) -> dict[str, Any]:
-    """What `quality.evaluate` says of a checkpoint, and its sizes."""
+    """What `quality.evaluate` says of a checkpoint, and its sizes; from `evaluation.json` if that is newer."""
+    known = folder / "evaluation.json"
+    if known.exists() and known.stat().st_mtime > (folder / "model.safetensors").stat().st_mtime:
+        return dict(json.loads(known.read_text()))
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     figures = evaluate(model, AutoTokenizer.from_pretrained(folder), folder.name)
     figures |= parameter_counts(model)
-    (folder / "evaluation.json").write_text(json.dumps(figures, indent=1) + "\n")
+    known.write_text(json.dumps(figures, indent=1) + "\n")
     return figures
 
 

@@ -44,6 +44,10 @@ def main() -> None:
             verb.add_argument(f"--{setting.name.replace('_', '-')}", type=type(setting.default))
     verb.set_defaults(run=lambda given: train_one(given.work, given.name, budget(given), settings(given)))
 
+    verb = verbs.add_parser("evaluate", help="measure one model on the held-out texts: WORK/NAME/evaluation.json")
+    verb.add_argument("name", choices=NAMES)
+    verb.set_defaults(run=lambda given: evaluate_one(given.work, given.name))
+
     verb = verbs.add_parser("publish", help="evaluate a MoE and its dense model, write its folder and model card")
     verb.add_argument("name", choices=MOE_NAMES)
     verb.add_argument("--into", type=Path, default=MODELS, help="default: src/coterie/data/models")
@@ -98,6 +102,13 @@ def train_one(work: Path, name: str, length: Budget, settings: Settings) -> None
         "corpus_tokens": sum(map(len, tokens_by_domain.values())),
     }
     (folder / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def evaluate_one(work: Path, name: str) -> None:
+    """Measure a trained model on the held-out texts."""
+    from training.publish import evaluated
+
+    evaluated(work / name)
 
 
 def publish_one(work: Path, name: str, into: Path) -> None:

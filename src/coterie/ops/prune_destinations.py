@@ -20,7 +20,9 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from coterie.pruning.kernels import TOLERANCE
+from coterie.pruning.reference import TOLERANCE
+
+_HUGE = 1e30  # above every a and every a/c; added to where it belongs, since masks are slow on CPUs
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class Links:
     """What it costs to reach a device, as tensors beside the model.
 
     Attributes:
-        cost_HG: [G + 1, G] float, cost from a home (row h + 1) to a device; row 0 is for no home: every device costs 1.
+        cost_HG: [G + 1, G] float, cost from a home (row h + 1) to another device; 1 to itself, where it is not used;
+            row 0 is for no home: every device costs 1.
         order_HG: [G + 1, G] float, place of each device by (cost, device): who comes first among equal a/c.
         uniform: every device but home costs 1, so neither table is read.
     """
@@ -40,12 +43,14 @@ class Links:
     @classmethod
     def of(cls, cost_GG: ArrayLike, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Links:
         """From a cost matrix [G, G] (`Topology.cost_matrix`), for weights that are computed with in `dtype`."""
-        cost = np.asarray(cost_GG, dtype=np.float64)
+        cost = np.array(cost_GG, dtype=np.float64)
+        np.fill_diagonal(cost, 1.0)
         rows = np.vstack([np.ones(len(cost)), cost])
         order = rows.argsort(axis=1, kind="stable").argsort(axis=1)
-        uniform = bool((cost == 1 - np.eye(len(cost))).all())
         return cls(
-            torch.tensor(rows, dtype=dtype, device=device), torch.tensor(order, dtype=dtype, device=device), uniform
+            torch.tensor(rows, dtype=dtype, device=device),
+            torch.tensor(order, dtype=dtype, device=device),
+            uniform=bool((rows == 1).all()),
         )
 
 
@@ -55,16 +60,14 @@ class _Visits:
 
     Attributes:
         a_KT: weight a of the slot's device.
-        cost_KT: c of the slot's device, None where every remote device costs 1.
+        cost_KT: c of the slot's device (1 at home), None where every remote device costs 1.
         at_home_KT: whether the slot's device is home, None where there is no home.
-        same_KKT: 1 where two slots are on one device.
-        order_KT: place of the slot's device among the token's devices of equal a/c.
+        order_KT: place of the slot's device among the token's devices of equal a/c, the same for no two devices.
     """
 
     a_KT: Tensor
     cost_KT: Tensor | None
     at_home_KT: Tensor | None
-    same_KKT: Tensor
     order_KT: Tensor
 
 
@@ -91,14 +94,16 @@ def cap(
     Returns:
         [T, K] bool.
     """
+    assert 0 <= p < 1, "a share of the weight"
     if p == 0:
         return _all_before(device_TK, before_TK)
     visits = _visits(device_TK, weight_TK, home_T, links, before_TK)
     need = 1.0 - p
-    earlier_KKT = _earlier_to_keep(visits)
-    kept_KT, kept_T = _fill(visits.a_KT, _place(earlier_KKT), torch.zeros_like(visits.a_KT[0]), need)
-    kept_KT = kept_KT & ~_unnecessary(visits, earlier_KKT, kept_KT, kept_T, need - TOLERANCE)
-    return _written(kept_KT, before_TK)
+    place_KT = _places_to_keep(visits)
+    kept_KT, kept_T = _fill(visits.a_KT, place_KT, torch.zeros_like(visits.a_KT[0]), need)
+    remote_KT = kept_KT if visits.at_home_KT is None else kept_KT & ~visits.at_home_KT
+    goes_KT = _unnecessary(visits.a_KT, remote_KT, _places_to_drop(visits, place_KT), kept_T, need - TOLERANCE)
+    return _written(kept_KT & ~goes_KT, before_TK)
 
 
 def priced(
@@ -132,11 +137,9 @@ def priced(
     if visits.at_home_KT is not None:
         kept_KT = kept_KT | visits.at_home_KT
     if floor > 0:
-        first_KT = _first_of_device(visits.same_KKT, before_TK)
-        counted_KT = torch.where(kept_KT & first_KT, visits.a_KT, torch.zeros_like(visits.a_KT))
-        missing_KT = torch.where(kept_KT, torch.zeros_like(visits.a_KT), visits.a_KT)
-        place_KT = _place(_earlier_to_keep(visits))
-        kept_KT = kept_KT | _fill(missing_KT, place_KT, _sum_in_order(counted_KT), floor)[0]
+        first_KT = _first_of_device(visits.order_KT, before_TK)
+        held_T = _sum_in_order(visits.a_KT * (kept_KT & first_KT))
+        kept_KT = kept_KT | _fill(visits.a_KT * ~kept_KT, _places_to_keep(visits), held_T, floor)[0]
     return _written(kept_KT, before_TK)
 
 
@@ -153,14 +156,14 @@ def naive(weight_TK: Tensor, p: float, before_TK: Tensor | None = None) -> Tenso
     Returns:
         [T, K] bool.
     """
+    assert 0 <= p < 1, "a share of the weight"
     if p == 0:
         return _all_before(weight_TK, before_TK)
     share_KT = _shares(weight_TK, before_TK)
     if before_TK is not None:
         share_KT = share_KT.masked_fill(~before_TK.t(), torch.inf)  # these come last, and are never within p
-    slots = torch.arange(len(share_KT), device=share_KT.device)
-    later_KK1 = (slots[:, None] > slots[None, :])[:, :, None].to(share_KT.dtype)
-    place_KT = _place(_lexicographic(torch.lt, share_KT, later_KK1))
+    slot_K1 = torch.arange(len(share_KT), device=share_KT.device, dtype=share_KT.dtype)[:, None]
+    place_KT = _places((torch.lt, share_KT), (torch.gt, slot_K1))
     dropped_KT = _in_order(share_KT, place_KT).cumsum(0)
     count_T = (dropped_KT <= p + TOLERANCE).sum(0)
     return _written(place_KT >= count_T, before_TK)
@@ -179,9 +182,9 @@ def apply(weight_TK: Tensor, kept_TK: Tensor, renormalise: bool) -> Tensor:
         [T, K], dtype of `weight_TK`; bit for bit `weight_TK` where everything is kept.
     """
     if not renormalise:
-        return weight_TK.masked_fill(~kept_TK, 0)
+        return weight_TK * kept_TK
     full_TK = weight_TK.to(_compute_dtype(weight_TK))
-    kept_weight_TK = full_TK.masked_fill(~kept_TK, 0)
+    kept_weight_TK = full_TK * kept_TK
     all_T, kept_T = full_TK.sum(-1, keepdim=True), kept_weight_TK.sum(-1, keepdim=True)
     scale_T = torch.where(kept_T > 0, all_T / kept_T, torch.ones_like(kept_T))
     return (kept_weight_TK * scale_T).to(weight_TK.dtype)
@@ -189,8 +192,7 @@ def apply(weight_TK: Tensor, kept_TK: Tensor, renormalise: bool) -> Tensor:
 
 def kept_share(weight_TK: Tensor, kept_TK: Tensor) -> Tensor:
     """Share of each token's routing weight that is kept, [T] float; equal shares where all weights are zero."""
-    share_KT = _shares(weight_TK, None)
-    return share_KT.masked_fill(~kept_TK.t(), 0).sum(0)
+    return (_shares(weight_TK, None) * kept_TK.t()).sum(0)
 
 
 def visits_per_device(device_TK: Tensor, kept_TK: Tensor, num_devices: int) -> Tensor:
@@ -223,30 +225,20 @@ def _sum_in_order(terms_KT: Tensor) -> Tensor:
 def _shares(weight_TK: Tensor, before_TK: Tensor | None) -> Tensor:
     """Each slot's share of its token's weight, [K, T]; equal shares where all are zero, 0 where not kept before."""
     weight_KT = weight_TK.t().to(_compute_dtype(weight_TK)).contiguous()
-    if before_TK is None:
-        equal_KT = torch.full_like(weight_KT, 1.0 / len(weight_KT))
-    else:
-        weight_KT = weight_KT.masked_fill(~before_TK.t(), 0)
-        before_KT = before_TK.t().to(weight_KT.dtype)
-        equal_KT = before_KT / before_KT.sum(0).clamp(min=1)
+    before_KT: Tensor | None = None
+    count_T: Tensor | int = len(weight_KT)
+    if before_TK is not None:
+        before_KT = before_TK.t()
+        weight_KT = weight_KT.masked_fill(~before_KT, 0)
+        count_T = before_KT.sum(0).clamp(min=1)
     total_T = _sum_in_order(weight_KT)
-    return torch.where(total_T > 0, weight_KT / total_T, equal_KT)
+    empty_T = (total_T == 0).to(weight_KT.dtype)  # adding 0 to the others is exact
+    return (weight_KT + (empty_T if before_KT is None else empty_T * before_KT)) / (total_T + empty_T * count_T)
 
 
 def _look_up(table: Tensor, index_KT: Tensor) -> Tensor:
     """Entries of a flat table; several times faster on CPUs than `table[index_KT]`."""
     return torch.index_select(table.reshape(-1), 0, index_KT.reshape(-1)).view(index_KT.shape)
-
-
-def _compared(compare: Callable[..., Tensor], x_KT: Tensor) -> Tensor:
-    """compare(x_j, x_k) for all pairs of slots, [K (j), K (k), T], 1 or 0 in x's dtype: faster than bool on CPUs."""
-    out_KKT = x_KT.new_empty(len(x_KT), len(x_KT), x_KT.shape[1])
-    return compare(x_KT[:, None], x_KT[None], out=out_KKT)
-
-
-def _lexicographic(compare: Callable[..., Tensor], x_KT: Tensor, otherwise_KKT: Tensor) -> Tensor:
-    """compare(x_j, x_k), and where these are equal `otherwise`, [K (j), K (k), T]."""
-    return _compared(torch.eq, x_KT).mul_(otherwise_KKT).add_(_compared(compare, x_KT))
 
 
 def _visits(
@@ -258,32 +250,57 @@ def _visits(
         cost_KT, order_KT = None, device_KT.to(share_KT.dtype)
     else:
         pair_KT = device_KT + (home_T + 1) * links.cost_HG.shape[1]
-        cost_KT, order_KT = _look_up(links.cost_HG, pair_KT), _look_up(links.order_HG, pair_KT)
-    same_KKT = _compared(torch.eq, order_KT)
-    a_KT = _sum_in_order(same_KKT * share_KT[:, None])
+        cost_KT = _look_up(links.cost_HG, pair_KT).to(share_KT.dtype)
+        order_KT = _look_up(links.order_HG, pair_KT).to(share_KT.dtype)
     at_home_KT = None if home_T is None else device_KT == home_T
-    return _Visits(a_KT, cost_KT, at_home_KT, same_KKT, order_KT)
+    return _Visits(_on_devices(share_KT, order_KT), cost_KT, at_home_KT, order_KT)
 
 
-def _earlier_to_keep(visits: _Visits) -> Tensor:
-    """1 where slot j's device is kept before slot k's, [K (j), K (k), T]: home, then falling a/c, then order."""
+def _on_devices(share_KT: Tensor, order_KT: Tensor) -> Tensor:
+    """Each slot's device's weight a, [K, T], added in the order of slots."""
+    a_KT = torch.zeros_like(share_KT)
+    for share_T, order_T in zip(share_KT.unbind(0), order_KT.unbind(0), strict=True):
+        a_KT.addcmul_(_compared(torch.eq, order_T, order_KT), share_T)
+    return a_KT
+
+
+def _compared(compare: Callable[..., Tensor], x_T: Tensor, x_KT: Tensor) -> Tensor:
+    """compare(x_T, x_KT) as 1 or 0 in their own dtype: on CPUs several times faster than bool."""
+    return compare(x_T, x_KT, out=torch.empty_like(x_KT))
+
+
+def _places(*keys: tuple[Callable[..., Tensor], Tensor]) -> Tensor:
+    """How many slots come before each, [K, T] int64; slots of one device share a place, and places may stay free.
+
+    Args:
+        keys: (gt for falling or lt for rising, [K, T] or [K, 1] values): the first that differs decides.
+    """
+    (first_compare, first_KT), *others = keys
+    place_KT = torch.zeros_like(first_KT)
+    for slot in range(len(first_KT)):
+        before: Tensor | None = None
+        for compare, x_KT in reversed(others):
+            differs = _compared(compare, x_KT[slot], x_KT)
+            before = differs if before is None else _compared(torch.eq, x_KT[slot], x_KT).mul_(before).add_(differs)
+        place_KT += _compared(first_compare, first_KT[slot], first_KT)
+        if before is not None:
+            place_KT.addcmul_(_compared(torch.eq, first_KT[slot], first_KT), before)
+    return place_KT.to(torch.int64)
+
+
+def _places_to_keep(visits: _Visits) -> Tensor:
+    """Places in the order of keeping: home, then falling a/c, then order."""
     ratio_KT = visits.a_KT if visits.cost_KT is None else visits.a_KT / visits.cost_KT
     if visits.at_home_KT is not None:
-        ratio_KT = ratio_KT.masked_fill(visits.at_home_KT, torch.finfo(ratio_KT.dtype).max)
-    return _lexicographic(torch.gt, ratio_KT, _compared(torch.lt, visits.order_KT))
+        ratio_KT = torch.add(ratio_KT, visits.at_home_KT, alpha=_HUGE)
+    return _places((torch.gt, ratio_KT), (torch.lt, visits.order_KT))
 
 
-def _earlier_to_drop(visits: _Visits, earlier_to_keep_KKT: Tensor) -> Tensor:
-    """1 where slot j's device is tried for dropping before slot k's: falling c, then rising a, then falling order."""
-    if visits.cost_KT is None:
-        return earlier_to_keep_KKT.transpose(0, 1)  # with equal costs the one order is the other's reverse
-    falling_order_KKT = _compared(torch.gt, visits.order_KT)
-    return _lexicographic(torch.gt, visits.cost_KT, _lexicographic(torch.lt, visits.a_KT, falling_order_KKT))
-
-
-def _place(earlier_KKT: Tensor) -> Tensor:
-    """A slot's place in an order, [K, T] int64 from 0: slots before it. One device, one place; places may stay free."""
-    return earlier_KKT.sum(0).to(torch.int64)
+def _places_to_drop(visits: _Visits, place_to_keep_KT: Tensor) -> Tensor:
+    """Places in the order of trying to drop: falling c, then rising a, then falling order."""
+    if visits.cost_KT is None:  # with equal costs the one order is the other's reverse
+        return len(place_to_keep_KT) - 1 - place_to_keep_KT
+    return _places((torch.gt, visits.cost_KT), (torch.lt, visits.a_KT), (torch.gt, visits.order_KT))
 
 
 def _in_order(values_KT: Tensor, place_KT: Tensor) -> Tensor:
@@ -298,12 +315,18 @@ def _fill(a_KT: Tensor, place_KT: Tensor, start_T: Tensor, need: float) -> tuple
     return place_KT < taken_T, held_NT.gather(0, taken_T[None])[0]
 
 
-def _unnecessary(visits: _Visits, earlier_KKT: Tensor, kept_KT: Tensor, kept_T: Tensor, least: float) -> Tensor:
-    """Slots whose kept remote devices can go one after the other while `least` is held, [K, T] bool."""
-    place_KT = _place(_earlier_to_drop(visits, earlier_KKT))
-    remote_KT = kept_KT if visits.at_home_KT is None else kept_KT & ~visits.at_home_KT
-    # what must stay weighs infinitely much; a free place weighs nothing and may go
-    weight_KT = _in_order(visits.a_KT.masked_fill(~remote_KT, torch.inf), place_KT)
+def _unnecessary(a_KT: Tensor, remote_KT: Tensor, place_KT: Tensor, kept_T: Tensor, least: float) -> Tensor:
+    """Slots whose devices can go one after the other while `least` is held, [K, T] bool.
+
+    Args:
+        a_KT: weight of each slot's device.
+        remote_KT: slots whose device is kept and may go.
+        place_KT: the order in which devices are tried.
+        kept_T: weight held at first.
+        least: weight to hold.
+    """
+    # what must stay weighs too much to go; a free place weighs nothing and may go
+    weight_KT = _in_order(torch.add(a_KT, ~remote_KT, alpha=_HUGE), place_KT)
     goes = []
     for a_T in weight_KT.unbind(0):
         left_T = kept_T - a_T
@@ -312,11 +335,10 @@ def _unnecessary(visits: _Visits, earlier_KKT: Tensor, kept_KT: Tensor, kept_T: 
     return torch.stack(goes).gather(0, place_KT) & remote_KT
 
 
-def _first_of_device(same_KKT: Tensor, before_TK: Tensor | None) -> Tensor:
+def _first_of_device(order_KT: Tensor, before_TK: Tensor | None) -> Tensor:
     """Slots that are the first of their token to be kept on their device, [K, T] bool."""
-    slots = torch.arange(len(same_KKT), device=same_KKT.device)
-    earlier_KKT = same_KKT * (slots[:, None] < slots[None, :])[:, :, None]
-    if before_TK is None:
-        return earlier_KKT.amax(0) == 0
-    before_KT = before_TK.t()
-    return ((earlier_KKT * before_KT[:, None]).amax(0) == 0) & before_KT
+    before_KT = torch.ones_like(order_KT, dtype=torch.bool) if before_TK is None else before_TK.t()
+    first_KT = before_KT.clone()
+    for slot in range(len(order_KT) - 1):
+        first_KT[slot + 1 :] &= (order_KT[slot + 1 :] != order_KT[slot]) | ~before_KT[slot]
+    return first_KT

@@ -13,7 +13,7 @@ from coterie.placement.metrics import LayerMetrics, measure_layer
 from coterie.placement.objective import Objective
 from coterie.placement.parallel import map_layers
 from coterie.placement.path import Path, build_path
-from coterie.placement.problem import NUM_WINDOWS, build_problem, windows
+from coterie.placement.problem import NUM_WINDOWS, SEARCH_TOKENS, build_problem, windows
 from coterie.progress import Progress
 from coterie.topology import Topology
 from coterie.trace.routing_trace import RoutingTrace, TokenSelector
@@ -91,8 +91,14 @@ class Candidates:
         return np.stack([rows[choice] for rows, choice in zip(self.devices, self.path.choice(point), strict=True)])
 
 
-def propose(setting: Setting, method: str, tokens: TokenSelector) -> Candidates:
+def propose(setting: Setting, method: str, tokens: TokenSelector, sample: int = SEARCH_TOKENS) -> Candidates:
     """Candidates of every layer by the named method, fitted on the selected tokens.
+
+    Args:
+        setting: trace, topology, objective, seed.
+        method: a name of `METHODS`.
+        tokens: what to fit on.
+        sample: tokens a search may look at, evenly spaced.
 
     Raises:
         ConfigError: for an unknown method.
@@ -101,7 +107,7 @@ def propose(setting: Setting, method: str, tokens: TokenSelector) -> Candidates:
     place, num_layers = get_method(method), setting.trace.num_layers
 
     def one(layer: int) -> NDArray[np.int64]:
-        problem = build_problem(setting.trace, layer, setting.topology, tokens, setting.keep_groups)
+        problem = build_problem(setting.trace, layer, setting.topology, tokens, setting.keep_groups, sample)
         return place(problem, setting.objective, setting.seed + layer)
 
     devices = map_layers(one, num_layers, f"placing ({method})", setting.progress)

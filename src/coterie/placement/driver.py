@@ -17,6 +17,7 @@ from coterie.placement.groups import has_freedom
 from coterie.placement.metrics import LayerMetrics, measure, summarise
 from coterie.placement.objective import Objective
 from coterie.placement.placement import Placement
+from coterie.placement.problem import TRIAL_TOKENS
 from coterie.progress import Progress, silent
 from coterie.topology import Topology
 from coterie.trace.routing_trace import ALL_TOKENS, RoutingTrace, TokenSelector
@@ -140,7 +141,7 @@ def choose(
     if method in ("linear", "eplb", "cap") and balance is None:
         return propose(setting, method, fitting), 0
     inner = split(setting.trace, VALIDATION_SHARE, fitting)
-    trial = propose(setting, method, inner.first)
+    trial = propose(setting, method, inner.first, TRIAL_TOKENS)  # it only finds a price
     validation = measure_candidates(setting, trial, inner.second)
     balances = trial.path.means(validation.values("balance"))
     if balance is None:

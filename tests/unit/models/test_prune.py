@@ -87,15 +87,20 @@ def traced(spec: MoESpec, decisions: list[tuple[int, np.ndarray, np.ndarray]], h
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_p_zero_is_the_identity_and_leaving_undoes_everything(family: str, load: Any) -> None:
+    from coterie.models.layers import spec_of
+
     model = load(family)
     ids = token_ids()
     plain, before = logits(model, ids), hooks(model)
     for renormalise in (None, True, False):
         with coterie.prune_destinations(model, p=0.0, topology="4", renormalise=renormalise):
             assert logits(model, ids).equal(plain)
-    with coterie.prune_destinations(model, p=0.6, topology="4") as pruner:
+    with seen(model) as decided, coterie.prune_destinations(model, p=0.6, topology="4") as pruner, seen(model) as used:
         assert not logits(model, ids).equal(plain)
     assert 0.4 - 1e-6 <= pruner.stats().to_json()["kept_weight"] < 1
+    routed = RoutedTrace(traced(spec_of(model), decided, np.arange(ROWS)), pruner.device_LE, pruner.topology)
+    for layer, _, weights in used:
+        np.testing.assert_array_equal(weights > 0, Cap(0.6).prune_layer(layer, routed.layer(layer)))
     assert hooks(model) == before
     assert logits(model, ids).equal(plain)
 
