@@ -5,11 +5,12 @@ mask and cache; and, every few thousand tokens, checking and writing what was co
 top-k, the layer's own work with tokens x top-k x width x hidden size: the share is largest where a model is small and a
 call holds few tokens. Decoding one sequence with a tiny model is the worst case, and is measured here.
 
-A recorded run is the whole `with` block, the trace file included. The machine may be shared, so that wall-clock times
-jump: pairs alternate in order (plain first, recorded first), and the figure is the median of the pairs' ratios, with
-the quartiles as spread. CPU time is shown beside it; it is less moved by what else runs.
+A recorded run is the whole `with` block, the trace file included (some 10 ms that do not grow with the run). The
+machine may be shared, so that wall-clock times jump: pairs alternate in order (plain first, recorded first), and the
+figure is the median of the pairs' ratios, with the quartiles as spread. CPU time is shown beside it; it is less moved
+by what else runs.
 
-    OMP_NUM_THREADS=1 python benchmarks/recording.py [--model MODEL] [--pairs 20]
+    OMP_NUM_THREADS=1 python benchmarks/recording.py [--model MODEL] [--pairs 15]
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def workloads(model: Any) -> dict[str, Callable[[], None]]:
     mask[1, 200:] = mask[3, 128:] = 0
 
     def prefill() -> None:
-        for _ in range(2):
+        for _ in range(8):
             model(input_ids=ids, attention_mask=mask, use_cache=False)
 
     def generate(batch: int, tokens: int) -> None:
@@ -64,8 +65,8 @@ def workloads(model: Any) -> dict[str, Callable[[], None]]:
 
     return {
         "prefill, 4 padded rows of 256": prefill,
-        "generate, 1 row, 64 tokens": lambda: generate(1, 64),
-        "generate, 4 rows, 32 tokens": lambda: generate(4, 32),
+        "generate, 1 row, 128 tokens": lambda: generate(1, 128),
+        "generate, 4 rows, 64 tokens": lambda: generate(4, 64),
     }
 
 
@@ -101,7 +102,7 @@ def measure(model: Any, work: Callable[[], None], pairs: int, path: Path) -> dic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=DEFAULT, help="folder, shipped model or hub id")
-    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--pairs", type=int, default=15)
     options = parser.parse_args()
     try:
         model, name = load_model(options.model), options.model

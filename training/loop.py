@@ -22,6 +22,8 @@ from training.routing import balance_loss, collect_routing, load_counts
 from training.schedule import Budget, learning_rate
 from training.settings import Position, Settings
 
+LONGEST_STEP_SECONDS = 10.0
+
 
 def train(
     model: Any, tokens_by_domain: Mapping[str, NDArray[np.uint16]], budget: Budget, settings: Settings, folder: Path
@@ -32,7 +34,7 @@ def train(
     position = load(checkpoint, optimizer) if checkpoint.exists() else Position()
     position.note_balance(settings.balance)
     model.train()
-    clock = _Clock(position)
+    clock = Clock()
     saved = position.seconds
     with collect_routing(model) as routing, (folder / "log.jsonl").open("a") as log:
         while (progress := budget.progress(position.seconds, position.tokens)) < 1.0:
@@ -82,16 +84,18 @@ def load(path: Path, optimizer: MasterAdamW) -> Position:
     return Position(**state["position"])
 
 
-class _Clock:
-    """Adds the time since the last look to a position."""
+class Clock:
+    """Adds the time since the last look to a position; a process that was stopped meanwhile was not training."""
 
-    def __init__(self, position: Position) -> None:
-        self.wall = time.monotonic() - position.seconds
-        self.cpu = time.process_time() - position.cpu_seconds
+    def __init__(self) -> None:
+        self.wall, self.cpu = time.monotonic(), time.process_time()
 
     def update(self, position: Position) -> None:
-        position.seconds = time.monotonic() - self.wall
-        position.cpu_seconds = time.process_time() - self.cpu
+        """Add what has passed, at most `LONGEST_STEP_SECONDS`."""
+        wall, cpu = time.monotonic(), time.process_time()
+        position.seconds += min(wall - self.wall, LONGEST_STEP_SECONDS)
+        position.cpu_seconds += cpu - self.cpu
+        self.wall, self.cpu = wall, cpu
 
 
 def _load_figures(counts_LE: torch.Tensor) -> dict[str, Any]:

@@ -175,6 +175,21 @@ def test_an_interrupted_training_ends_as_an_uninterrupted_one(tmp_path):
     assert len((folder / "log.jsonl").read_text().splitlines()) == 4
 
 
+def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch):
+    from training import loop
+    from training.settings import Position
+
+    now = 100.0
+    monkeypatch.setattr(loop.time, "monotonic", lambda: now)
+    position, clock = Position(seconds=50.0), loop.Clock()
+    now += 3.0
+    clock.update(position)
+    assert position.seconds == 53.0
+    now += 3600.0
+    clock.update(position)
+    assert position.seconds == 53.0 + loop.LONGEST_STEP_SECONDS
+
+
 def test_quality_counts_every_token_but_the_first_once():
     import torch
     from training.models import SEQUENCE
