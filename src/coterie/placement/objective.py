@@ -35,7 +35,7 @@ class Objective:
         DPT. Both this and the price of balance were set on four real traces (benchmarks/placement.py).
         """
         node = topology.inter_cost - 1.0 if topology.num_nodes > 1 else 0.0
-        return cls(device=1.0, node=node, peak=0.75 * topology.num_devices, balance=0.7)
+        return cls(device=1.0, node=node, peak=0.75 * topology.num_devices, balance=0.75)
 
     def weights(self) -> Weights:
         """The part that the search minimises."""

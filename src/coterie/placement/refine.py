@@ -17,7 +17,7 @@ from coterie.placement.search import Situation, new_archive, tabu_search
 from coterie.placement.state import build_hypergraph
 
 NUM_LIMITS = 6
-NUM_TAIL_LIMITS = 4
+NUM_TAIL_LIMITS = 6
 PATIENCE = 30
 _MOST_SWAPS = 20_000
 _UNLIMITED = 1e9
