@@ -22,13 +22,19 @@ SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Same seed, same 
 
 @contextmanager
 def progress() -> Iterator[Progress]:
-    """A progress listener that shows a bar on stderr once work has taken a second, and never before."""
+    """A progress listener that shows a bar on stderr once work has taken a second; nothing if that is no terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+    from coterie.progress import silent
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield silent
+        return
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(),
-        console=Console(stderr=True), transient=True,
+        console=console, transient=True,
     )  # fmt: skip
     started = time.monotonic()
     tasks: dict[str, Any] = {}

@@ -85,21 +85,22 @@ def place(
 ) -> None:
     """Decide where experts live, and write it down."""
     from coterie.errors import ConfigError
+    from coterie.files import replacing, replacing_folder
     from coterie.placement import driver
 
     if spectrum is not None and balance is not None:
         raise ConfigError("--spectrum and --balance exclude each other: a spectrum holds every balance; give one")
-    with warnings_as_notes(), progress() as listen:
+    target = replacing(out) if spectrum is None else replacing_folder(out, "index.json")
+    with target as temporary, warnings_as_notes(), progress() as listen:  # a place to write to, before the work
         setting = _setting(source, topology, format_name, keep_groups, seed, listen)
         if spectrum is None:
             placements = [driver.place(setting, method, balance, heldout)]
+            placements[0].save(temporary)
+            summary: dict[str, Any] = index_entry(placements[0])
         else:
             placements = driver.spectrum(setting, spectrum, method, heldout)
-    if spectrum is None:
-        placements[0].save(out)
-        summary: dict[str, Any] = {"out": str(out), **index_entry(placements[0])}
-    else:
-        summary = save_spectrum(placements, out)
+            summary = write_spectrum(placements, temporary)
+    summary = {"out": str(out), **summary}
     if as_json:
         emit_json(summary)
     else:
@@ -116,18 +117,17 @@ def index_entry(placement: Placement) -> dict[str, Any]:
     return {"method": dict(placement.method), "metrics": metrics}
 
 
-def save_spectrum(placements: list[Placement], folder: Path) -> dict[str, Any]:
-    """Write place-0.json ... and index.json to a folder, whole or not at all; returns the index."""
-    from coterie.files import replacing_folder
+def write_spectrum(placements: list[Placement], folder: Path) -> dict[str, Any]:
+    """Write place-0.json ... and index.json into a folder that is there; returns the index."""
+    from coterie.files import write_text
 
     names = [f"place-{number}.json" for number in range(len(placements))]
     entries = [{"file": name, **index_entry(placement)} for name, placement in zip(names, placements, strict=True)]
     index = {"kind": "coterie.spectrum", "placements": entries}
-    with replacing_folder(folder, "index.json") as temporary:
-        for name, placement in zip(names, placements, strict=True):
-            placement.save(temporary / name)
-        (temporary / "index.json").write_text(json.dumps(index, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    return {"out": str(folder), **index}
+    for name, placement in zip(names, placements, strict=True):
+        placement.save(folder / name)
+    write_text(folder / "index.json", json.dumps(index, indent=1, allow_nan=False) + "\n")
+    return index
 
 
 def show_placements(placements: list[Placement]) -> None:
