@@ -85,7 +85,7 @@ def test_pruned_routing_is_what_offline_pruning_keeps(coterie, tiny_checkpoint, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--domain", "prose", "--prune", "0.2"), "give --topology"),
+        (("--domain", "prose", "--prune", "0.2"), "pruning needs devices"),
         (("--domain", "prose", "--topology", "8"), "belongs to pruning"),
         ((), "either --text FILE or --domain"),
         (("--domain", "pros"), "did you mean 'prose'"),
