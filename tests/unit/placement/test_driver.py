@@ -57,6 +57,18 @@ def test_held_out_tokens_only_measure(trace: RoutingTrace, method: str, balance:
     assert mine.metrics["heldout"] != theirs.metrics["heldout"]
 
 
+def test_held_out_tokens_only_measure_a_spectrum_and_a_comparison(trace: RoutingTrace) -> None:
+    parts = split(trace, 0.4)
+    settings = [prepare(one, Topology.parse("4")) for one in (trace, other_tail(trace, parts.second))]
+    for mine, theirs in zip(*(spectrum(setting, 4, heldout=0.4) for setting in settings), strict=True):
+        np.testing.assert_array_equal(mine.physical_to_logical_map, theirs.physical_to_logical_map)
+        assert mine.metrics["heldout"] != theirs.metrics["heldout"]
+    mine, theirs = (compare(setting, 0.4)["methods"] for setting in settings)
+    for method in COMPARED:
+        assert mine[method]["dpt"] == theirs[method]["dpt"]
+        assert mine[method]["heldout"] != theirs[method]["heldout"]
+
+
 def test_what_is_fitted_does_matter(trace: RoutingTrace) -> None:
     changed = other_tail(trace, split(trace, 0.4).first)
     topology = Topology.parse("4")
@@ -159,8 +171,8 @@ def test_an_impossible_balance_is_refused(trace: RoutingTrace, balance: float) -
         place(prepare(trace, Topology.parse("4")), balance=balance)
 
 
-@pytest.mark.parametrize(("seed", "rule"), [(0, "beats"), (1, "beats"), (6, "balanced"), (2, "all")])
-def test_the_default_choice_is_its_rule_restated(make_trace: Any, seed: int, rule: str) -> None:
+@pytest.mark.parametrize("seed", [1, 2, 14, 33])
+def test_the_default_choice_is_its_rule_restated(make_trace: Any, seed: int) -> None:
     """Of the points that beat Algorithm 1 on validation the best by what was fitted; its price, on all that fits.
 
     Where none beats it, those of no worse balance; where there is none either, all.
@@ -180,7 +192,7 @@ def test_the_default_choice_is_its_rule_restated(make_trace: Any, seed: int, rul
         name: [point for point, row in enumerate(unseen) if all(row[key] <= bar[key] for key in keys)]
         for name, keys in (("beats", ("dpt", "peak_traffic", "balance")), ("balanced", ("balance",)), ("all", ()))
     }
-    assert next(name for name, points in allowed.items() if points) == rule
+    rule = next(name for name, points in allowed.items() if points)
     weights = setting.objective
 
     def score(point: int) -> float:

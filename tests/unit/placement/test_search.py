@@ -160,6 +160,15 @@ def test_the_best_swap_is_the_best_of_all_swaps(name: str) -> None:
             assert changes[a, b] == pytest.approx(change, abs=1e-9)
 
 
+@pytest.mark.parametrize("values", [[5], [3, 9], [7, 7, 7], [4, 8, 1, 6, 8], [0, 0, 0, 2]])
+def test_the_busiest_of_the_other_devices(values: list[int]) -> None:
+    count = len(values)
+    found = np.full((count, count), -1, dtype=np.int64)
+    search._max_without(np.array(values, dtype=np.int64), found)
+    for g, h in itertools.product(range(count), repeat=2):
+        assert found[g, h] == max((value for i, value in enumerate(values) if i not in (g, h)), default=0)
+
+
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("limit", [UNLIMITED, 1.1])
 def test_the_archive_keeps_its_promises(name: str, limit: float) -> None:
