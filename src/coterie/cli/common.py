@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
@@ -45,6 +46,18 @@ def progress() -> Iterator[Progress]:
     finally:
         if tasks:  # stopping a bar that never showed prints a blank line
             bar.stop()
+
+
+@contextmanager
+def warnings_as_notes() -> Iterator[None]:
+    """Print what the library warns of as one line each on stderr, after the work; nothing is lost on an error."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        try:
+            yield
+        finally:
+            for warning in caught:
+                note(f"warning: {warning.message}")
 
 
 def emit_json(result: Mapping[str, Any]) -> None:

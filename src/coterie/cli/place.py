@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coterie.cli.common import JsonOption, SeedOption, emit_json, note, progress, say, table
+from coterie.cli.common import JsonOption, SeedOption, emit_json, progress, say, table, warnings_as_notes
 
 if TYPE_CHECKING:
     from coterie.placement.candidates import Setting
@@ -43,7 +42,7 @@ def compare(
     """Compare linear, EPLB, CAP and Coterie on the fitting part and on held-out sequences."""
     from coterie.placement.driver import compare as run
 
-    with progress() as listen:
+    with warnings_as_notes(), progress() as listen:
         setting = _setting(source, topology, format_name, keep_groups, seed, listen)
         result = run(setting, heldout)
     if as_json:
@@ -90,7 +89,7 @@ def place(
 
     if spectrum is not None and balance is not None:
         raise ConfigError("--spectrum and --balance exclude each other: a spectrum holds every balance; give one")
-    with progress() as listen:
+    with warnings_as_notes(), progress() as listen:
         setting = _setting(source, topology, format_name, keep_groups, seed, listen)
         if spectrum is None:
             placements = [driver.place(setting, method, balance, heldout)]
@@ -150,9 +149,4 @@ def _setting(
 
     parsed = Topology.parse(topology)
     trace = open_trace(source, format=format_name, progress=listen)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        setting = prepare(trace, parsed, seed=seed, keep_groups=keep_groups, progress=listen)
-    for warning in caught:
-        note(f"warning: {warning.message}")
-    return setting
+    return prepare(trace, parsed, seed=seed, keep_groups=keep_groups, progress=listen)

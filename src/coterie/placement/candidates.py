@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,7 @@ from coterie.placement.metrics import LayerMetrics, measure_layer
 from coterie.placement.objective import Objective
 from coterie.placement.parallel import map_layers
 from coterie.placement.path import Path, build_path
-from coterie.placement.problem import build_problem
+from coterie.placement.problem import NUM_WINDOWS, SEARCH_TOKENS, build_problem, windows
 from coterie.progress import Progress
 from coterie.topology import Topology
 from coterie.trace.routing_trace import RoutingTrace, TokenSelector
@@ -69,48 +70,67 @@ class Candidates:
     Attributes:
         devices: for each layer [A, E] device of each expert.
         fit: their metrics on the tokens they were fitted on.
-        path: the way through them from cheapest to most balanced.
+        costs: for each layer [A] the cost that drift is likely to leave: averaged over windows of these tokens.
+        balances: for each layer [A] likewise B: the mean of B over all tokens and of its average over windows. The
+            first alone flatters what was fitted to it, the second cannot tell placements apart near B = 1.
+        path: the way through them from cheapest to most balanced, by these costs and balances.
     """
 
     devices: list[NDArray[np.int64]]
     fit: Measured
+    costs: list[NDArray[np.float64]]
+    balances: list[NDArray[np.float64]]
     path: Path
+
+    def score(self, objective: Objective) -> NDArray[np.float64]:
+        """The objective at every point of the path, [S + 1]."""
+        return self.path.means(self.costs) + objective.balance * self.path.means(self.balances)
 
     def placement(self, point: int) -> NDArray[np.int64]:
         """The device of every expert at a point of the path, [L, E]."""
         return np.stack([rows[choice] for rows, choice in zip(self.devices, self.path.choice(point), strict=True)])
 
 
-def propose(setting: Setting, method: str, tokens: TokenSelector) -> Candidates:
+def propose(setting: Setting, method: str, tokens: TokenSelector, sample: int = SEARCH_TOKENS) -> Candidates:
     """Candidates of every layer by the named method, fitted on the selected tokens.
+
+    Args:
+        setting: trace, topology, objective, seed.
+        method: a name of `METHODS`.
+        tokens: what to fit on.
+        sample: tokens a search may look at, evenly spaced.
 
     Raises:
         ConfigError: for an unknown method.
         InfeasiblePlacement: when the experts do not fit the topology.
     """
-    place = get_method(method)
+    place, num_layers = get_method(method), setting.trace.num_layers
 
-    def one(layer: int) -> tuple[NDArray[np.int64], list[LayerMetrics]]:
-        problem = build_problem(setting.trace, layer, setting.topology, tokens, setting.keep_groups)
-        devices_AE = place(problem, setting.objective, setting.seed + layer)
-        return devices_AE, _measure_rows(setting, layer, devices_AE, tokens)
+    def one(layer: int) -> NDArray[np.int64]:
+        problem = build_problem(setting.trace, layer, setting.topology, tokens, setting.keep_groups, sample)
+        return place(problem, setting.objective, setting.seed + layer)
 
-    results = map_layers(one, setting.trace.num_layers, f"placing ({method})", setting.progress)
-    fit = Measured([metrics for _, metrics in results])
-    path = build_path(fit.costs(setting.objective), fit.values("balance"))
-    return Candidates([devices for devices, _ in results], fit, path)
+    devices = map_layers(one, num_layers, f"placing ({method})", setting.progress)
+    fit = _measure(setting, devices, tokens)
+    selected = np.arange(setting.trace.num_tokens, dtype=np.int64)[tokens]
+    parts = [_measure(setting, devices, selected[cut]) for cut in windows(selected.size, NUM_WINDOWS)]
+    costs = _mean([part.costs(setting.objective) for part in parts])
+    balances = _mean([fit.values("balance"), _mean([part.values("balance") for part in parts])])
+    return Candidates(devices, fit, costs, balances, build_path(costs, balances))
 
 
 def measure_candidates(setting: Setting, candidates: Candidates, tokens: TokenSelector) -> Measured:
     """Metrics of every candidate on other tokens."""
+    return _measure(setting, candidates.devices, tokens)
 
+
+def _measure(setting: Setting, devices: Sequence[NDArray[np.int64]], tokens: TokenSelector) -> Measured:
     def one(layer: int) -> list[LayerMetrics]:
-        return _measure_rows(setting, layer, candidates.devices[layer], tokens)
+        return [measure_layer(setting.trace, layer, row, setting.topology, tokens) for row in devices[layer]]
 
     return Measured(map_layers(one, setting.trace.num_layers, "measuring", setting.progress))
 
 
-def _measure_rows(
-    setting: Setting, layer: int, devices_AE: NDArray[np.int64], tokens: TokenSelector
-) -> list[LayerMetrics]:
-    return [measure_layer(setting.trace, layer, row, setting.topology, tokens) for row in devices_AE]
+def _mean(values: Sequence[Sequence[NDArray[np.float64]]]) -> list[NDArray[np.float64]]:
+    """The mean over the outer sequence of each layer's array."""
+    return [np.mean(layer, axis=0) for layer in zip(*values, strict=True)]

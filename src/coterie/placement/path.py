@@ -50,20 +50,23 @@ class Path:
         """The point after all steps that cost at most `price` per B."""
         return int(np.searchsorted(self.price_S, price, side="right"))
 
-    def means(self, values: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
-        """Mean over layers of a value of the chosen candidates at every point, [S + 1].
+    def table(self, values: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+        """A value of the chosen candidate of every layer at every point, [S + 1, L].
 
         Args:
             values: for each layer the value of each candidate, [A].
         """
-        total = sum(float(values[layer][candidate]) for layer, candidate in enumerate(self.start_L))
-        current = self.start_L.copy()
-        sums = [total]
+        current_L = np.array([values[layer][candidate] for layer, candidate in enumerate(self.start_L)])
+        rows = [current_L.copy()]
         for layer, candidate in zip(self.layer_S, self.candidate_S, strict=True):
-            total += float(values[layer][candidate] - values[layer][current[layer]])
-            current[layer] = candidate
-            sums.append(total)
-        return np.asarray(sums) / self.start_L.size
+            current_L[layer] = values[layer][candidate]
+            rows.append(current_L.copy())
+        return np.stack(rows)
+
+    def means(self, values: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+        """The mean over layers of `table`, [S + 1]."""
+        means: NDArray[np.float64] = self.table(values).mean(axis=1)
+        return means
 
 
 def build_path(costs: Sequence[NDArray[np.float64]], balances: Sequence[NDArray[np.float64]]) -> Path:

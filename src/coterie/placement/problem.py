@@ -10,15 +10,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.errors import ConfigError
 from coterie.profile.coactivation import coactivation_counts, jaccard
 from coterie.profile.load import expert_load
 from coterie.topology import Topology
 from coterie.trace.routing_trace import ALL_TOKENS, RoutingTrace, TokenSelector
 
 NO_EXPERT = -1
+MAX_TOP_K = 255
 NUM_WINDOWS = 4
 WINDOW_TOKENS = 256
 SEARCH_TOKENS = 16_384
+TRIAL_TOKENS = 4_096
 
 
 @dataclass(frozen=True)
@@ -74,19 +77,23 @@ def build_problem(
     topology: Topology,
     tokens: TokenSelector = ALL_TOKENS,
     keep_groups: bool = False,
+    sample: int = SEARCH_TOKENS,
 ) -> LayerProblem:
     """The placement problem of MoE layer `layer` on the selected tokens.
 
-    Loads and co-activation count every token; the sets come from at most SEARCH_TOKENS evenly spaced ones, in
+    Loads and co-activation count every token; the sets come from at most `sample` evenly spaced ones, in
     NUM_WINDOWS windows of consecutive tokens (fewer when there are few tokens).
 
     Raises:
+        ConfigError: when a token has more experts than MAX_TOP_K.
         InfeasiblePlacement: when the experts do not fit the topology.
     """
+    if trace.spec.top_k > MAX_TOP_K:
+        raise ConfigError(f"top-{trace.spec.top_k} routing; placement supports up to top-{MAX_TOP_K}")
     routing = trace.layer(layer, tokens)
     num_experts = trace.spec.num_experts
     ids_TK, kept_TK = routing.expert_ids_TK, routing.kept_TK
-    stride = -(-len(ids_TK) // SEARCH_TOKENS)
+    stride = -(-len(ids_TK) // sample)
     cuts = windows(len(ids_TK), NUM_WINDOWS)
     parts = [
         merge_sets(ids_TK[cut][::stride], None if kept_TK is None else kept_TK[cut][::stride], num_experts)

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.placement.adjust import load_imbalance
+from coterie.placement.adjust import adjustment, load_imbalance
 from coterie.placement.balance import eplb
 from coterie.placement.greedy import algorithm_1
 from coterie.placement.groups import coarsen, place_in_groups
 from coterie.placement.objective import Objective
 from coterie.placement.problem import NO_EXPERT, LayerProblem
-from coterie.placement.search import Archive, Situation, new_archive, tabu_search
+from coterie.placement.search import Situation, new_archive, tabu_search
 from coterie.placement.state import build_hypergraph
 
-NUM_LIMITS = 8
-PATIENCE = 50
+NUM_LIMITS = 6
+NUM_TAIL_LIMITS = 4
+PATIENCE = 30
 _MOST_SWAPS = 20_000
 _UNLIMITED = 1e9
 
 
 def refine(problem: LayerProblem, objective: Objective, seed: int, num_limits: int = NUM_LIMITS) -> NDArray[np.int64]:
-    """The cheapest placements found for limits on B from none to EPLB's, [A, E].
+    """The cheapest placements found for limits on B, from none to better than EPLB's, [A, E].
 
-    Source: algorithms §2. From CAP's Algorithm 1, without a limit, then limit by limit towards EPLB's balance,
+    Source: algorithms §2. From CAP's Algorithm 1, without a limit, then limit by limit towards the best balance,
     each search starting from the best placement the earlier ones passed.
 
     Args:
@@ -61,48 +64,75 @@ def _search(
     problem: LayerProblem, objective: Objective, seed: int, num_limits: int,
     start_E: NDArray[np.int64], balanced_E: NDArray[np.int64], group_E: NDArray[np.int32],
 ) -> NDArray[np.int64]:  # fmt: skip
-    """Search under falling limits; `start_E` begins, `balanced_E` says how far balance can go."""
-    situation, share_WE = _situation(problem, objective, group_E), _window_shares(problem)
+    """Search under falling limits; `start_E` begins, `balanced_E` says how far balance can go.
 
-    def run(from_E: NDArray[np.int64], limit: float, archive: Archive, turn: int) -> None:
-        tabu_search(
-            situation, from_E.astype(np.int32), limit, PATIENCE, _MOST_SWAPS, (seed * 7919 + turn) % 2**31, archive
-        )
-
-    def balance(device_E: NDArray[np.int64]) -> float:
-        return float(np.mean([load_imbalance(share_E, device_E, problem.num_devices) for share_E in share_WE]))
-
+    First with B averaged over windows, which drift cannot surprise; from the most balanced of these on with B of all
+    tokens, which can fall further.
+    """
+    windowed = _situation(problem, objective, group_E, problem.window_U)
     free = new_archive(np.array([_UNLIMITED]), problem.num_experts)
-    run(start_E, _UNLIMITED, free, 0)
-    cheapest_E = free.device_AE[0].astype(np.int64)
-    loosest = balance(cheapest_E)
-    tightest = min(balance(balanced_E), loosest)
-    archive = new_archive(np.geomspace(loosest, tightest, num_limits), problem.num_experts)
+    tabu_search(windowed, start_E.astype(np.int32), _UNLIMITED, PATIENCE, _MOST_SWAPS, _turn_seed(seed, 0), free)
+    candidates = _chain(windowed, free.device_AE[0], balanced_E, num_limits, _turn_seed(seed, 1))
+    if num_limits > 1:
+        pooled = _situation(problem, objective, group_E, np.zeros_like(problem.window_U))
+        most_balanced_E = min(candidates, key=lambda device_E: _balance(pooled, device_E))
+        balanced = [balanced_E]
+        if problem.num_groups == 1:  # CAP's swaps can go further than EPLB, but would break groups
+            balanced.append(adjustment(problem, most_balanced_E.astype(np.int64))[-1])
+        best_E = min(balanced, key=lambda device_E: _balance(pooled, device_E))
+        tail = _chain(pooled, most_balanced_E, best_E, NUM_TAIL_LIMITS, _turn_seed(seed, 2))
+        candidates = np.concatenate([candidates, tail, np.stack(balanced).astype(np.int32)])
+    distinct: NDArray[np.int64] = np.unique(candidates.astype(np.int64), axis=0)
+    return distinct
+
+
+def _chain(
+    situation: Situation, start_E: NDArray[np.int32], balanced_E: NDArray[np.int64], num_limits: int, seed: int
+) -> NDArray[np.int32]:
+    """The cheapest placements for limits on B from `start_E`'s to `balanced_E`'s, limit by limit, [A, E]."""
+    loosest = _balance(situation, start_E)
+    tightest = min(_balance(situation, balanced_E), loosest)
+    archive = new_archive(np.geomspace(loosest, tightest, num_limits), start_E.size)
     for turn, limit in enumerate(archive.limit_A):
-        found = np.isfinite(archive.cost_A[turn])
-        run(archive.device_AE[turn].astype(np.int64) if found else cheapest_E, limit, archive, turn + 1)
-    run(balanced_E, archive.limit_A[-1], archive, num_limits + 1)  # whatever happens, EPLB's balance is reached
-    candidates: NDArray[np.int64] = np.unique(archive.device_AE.astype(np.int64), axis=0)
-    return candidates
+        from_E = archive.device_AE[turn].copy() if np.isfinite(archive.cost_A[turn]) else start_E
+        tabu_search(situation, from_E, limit, PATIENCE, _MOST_SWAPS, _turn_seed(seed, turn), archive)
+    # whatever happens, the balance of `balanced_E` is reached
+    last = archive.limit_A[-1]
+    tabu_search(
+        situation, balanced_E.astype(np.int32), last, PATIENCE, _MOST_SWAPS, _turn_seed(seed, num_limits), archive
+    )
+    return archive.device_AE
 
 
-def _situation(problem: LayerProblem, objective: Objective, group_E: NDArray[np.int32]) -> Situation:
-    graph = build_hypergraph(problem.sets_UK, problem.multiplicity_U, problem.window_U, problem.num_experts)
+def _turn_seed(seed: int, turn: int) -> int:
+    return (seed * 7919 + turn) % 2**31
+
+
+def _balance(situation: Situation, device_E: NDArray[Any]) -> float:
+    """B, averaged over the windows of a situation."""
+    num_devices = situation.node_G.size
+    return float(np.mean([load_imbalance(share_E, device_E, num_devices) for share_E in situation.share_WE]))
+
+
+def _situation(
+    problem: LayerProblem, objective: Objective, group_E: NDArray[np.int32], window_U: NDArray[np.int32]
+) -> Situation:
+    graph = build_hypergraph(problem.sets_UK, problem.multiplicity_U, window_U, problem.num_experts)
     node_G = problem.topology.node_of_device().astype(np.int32)
     tokens = max(problem.num_tokens, 1)
-    return Situation(graph, node_G, group_E, _window_shares(problem), tokens, objective.weights())
+    return Situation(graph, node_G, group_E, _window_shares(problem, window_U), tokens, objective.weights())
 
 
-def _window_shares(problem: LayerProblem) -> NDArray[np.float64]:
+def _window_shares(problem: LayerProblem, window_U: NDArray[np.int32]) -> NDArray[np.float64]:
     """Load of each expert in each window as a share of the mean device load there, [W, E].
 
     The token sets say how an expert's load spreads over windows, `load_E` how large it is: a vertex that stands
     for several experts is in a set once, and the sets may be a sample.
     """
-    num_windows = int(problem.window_U.max(initial=0)) + 1
+    num_windows = int(window_U.max(initial=0)) + 1
     sets_WE = np.zeros((num_windows, problem.num_experts))
     rows, columns = np.nonzero(problem.sets_UK != NO_EXPERT)
-    np.add.at(sets_WE, (problem.window_U[rows], problem.sets_UK[rows, columns]), problem.multiplicity_U[rows])
+    np.add.at(sets_WE, (window_U[rows], problem.sets_UK[rows, columns]), problem.multiplicity_U[rows])
     load_WE = sets_WE * (problem.load_E / np.maximum(sets_WE.sum(axis=0), 1))
     share_WE: NDArray[np.float64] = load_WE * problem.num_devices / np.maximum(load_WE.sum(axis=1, keepdims=True), 1)
     return share_WE

@@ -28,7 +28,7 @@ class Hypergraph(NamedTuple):
     """Token sets and, for each expert, the sets it is in (compressed rows).
 
     Attributes:
-        sets_UK: [U, K] int32, experts then -1.
+        sets_UK: [U, K] int16, or int32 for more experts than that holds, experts then -1; narrow, to stay in the cache.
         multiplicity_U: [U] int32, tokens.
         window_U: [U] int32, window of each set, 0 .. W-1.
         num_windows: W.
@@ -36,7 +36,7 @@ class Hypergraph(NamedTuple):
         member_of: [pins] int32, indices of sets.
     """
 
-    sets_UK: NDArray[np.int32]
+    sets_UK: NDArray[Any]
     multiplicity_U: NDArray[np.int32]
     window_U: NDArray[np.int32]
     num_windows: int
@@ -49,7 +49,7 @@ class Level(NamedTuple):
 
     Attributes:
         part_E: [E] int32, the part of each expert.
-        count_UP: [U, P] uint16, experts of a set on a part.
+        count_UP: [U, P] uint8, experts of a set on a part.
         leave_VE: [V, E] int32, tokens.
         arrive_VPE: [V, P, E] int32, tokens.
         alone_VEE: [V, E, E] int32, tokens.
@@ -58,7 +58,7 @@ class Level(NamedTuple):
     """
 
     part_E: NDArray[np.int32]
-    count_UP: NDArray[np.uint16]
+    count_UP: NDArray[np.uint8]
     leave_VE: NDArray[np.int32]
     arrive_VPE: NDArray[np.int32]
     alone_VEE: NDArray[np.int32]
@@ -77,6 +77,8 @@ def build_hypergraph(
     np.cumsum(np.bincount(flat[pins], minlength=num_experts), out=start[1:])
     member_of = (order // sets_UK.shape[1]).astype(np.int32)
     num_windows = int(window_U.max()) + 1 if window_U.size else 1
+    sets_UK = sets_UK.astype(np.int16 if num_experts < 2**15 else np.int32)
+    assert sets_UK.shape[1] < 2**8, "counts of a set's experts are kept in a byte"
     return Hypergraph(sets_UK, multiplicity_U.astype(np.int32), window_U, num_windows, start, member_of)
 
 
@@ -88,7 +90,7 @@ def build_level(graph: Hypergraph, part_E: NDArray[np.int32], num_parts: int, wi
     views = 1 + graph.num_windows if windows and graph.num_windows > 1 else 1
     level = Level(
         np.zeros(num_experts, dtype=np.int32),
-        np.zeros((num_sets, num_parts), dtype=np.uint16),
+        np.zeros((num_sets, num_parts), dtype=np.uint8),
         np.zeros((views, num_experts), dtype=np.int32),
         np.zeros((views, num_parts, num_experts), dtype=np.int32),
         np.zeros((views, num_experts, num_experts), dtype=np.int32),

@@ -180,7 +180,7 @@ PLACE = ("place", "t.safetensors", "--topology", "4", "--out", "p.json")
         ((*PLACE, "--balance", "0.9"), "balance = 0.9"),
         ((*PLACE, "--balance", "inf"), "balance = inf"),
         ((*PLACE, "--balance", "nan"), "balance = nan"),
-        ((*PLACE, "--balance", "1.0"), "no placement by coterie has B <= 1 on the validation slice"),
+        ((*PLACE, "--balance", "1.0"), "no placement by coterie has B <= 1; the most balanced has"),
         ((*PLACE, "--balance", "much"), "--balance"),
         ((*PLACE, "--spectrum", "0"), "a spectrum of 0 points"),
         ((*PLACE, "--seed", "-1"), "--seed"),

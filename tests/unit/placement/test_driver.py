@@ -44,9 +44,8 @@ def other_tail(trace: RoutingTrace, tokens: Any) -> RoutingTrace:
     return replace(trace, expert_ids=ids)
 
 
-@pytest.mark.parametrize(
-    ("method", "balance"), [*((method, None) for method in METHODS), ("coterie", 1.9), ("cap-spectrum", 1.9)]
-)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("balance", [None, 1.9])
 def test_held_out_tokens_only_measure(trace: RoutingTrace, method: str, balance: float | None) -> None:
     parts = split(trace, 0.4)
     changed = other_tail(trace, parts.second)
@@ -131,37 +130,45 @@ def validation_balance(setting: Any, device_LE: np.ndarray, fitting: Any) -> flo
     return float(np.mean([layer.balance for layer in measure(setting.trace, device_LE, setting.topology, tokens)]))
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_a_balance_is_kept_on_the_validation_slice(make_trace: Any, seed: int) -> None:
+@pytest.mark.parametrize("seed", [9, 12, 22])  # B on validation does not fall all along their paths
+def test_a_balance_is_kept_on_the_validation_slice_or_else_said(make_trace: Any, seed: int) -> None:
     """The promise is of the placement that is given out, not only of the one it was chosen by."""
     trace = make_trace(layers=2, tokens=700, sequences=14, seed=seed)
     setting = prepare(trace, Topology.parse("4"), seed=seed)
     kept = 0
     for method in ("coterie", "cap-spectrum"):
-        for limit in (1.1, 1.15, 1.2, 1.3):
-            try:
-                candidates, point = choose(setting, method, ALL_TOKENS, limit)
-            except InfeasiblePlacement:
-                continue
-            assert validation_balance(setting, candidates.placement(point), ALL_TOKENS) <= limit + 1e-9
-            kept += 1
-    assert kept > 1
+        for limit in (1.1, 1.2, 1.25):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                try:
+                    candidates, point = choose(setting, method, ALL_TOKENS, limit)
+                except InfeasiblePlacement:
+                    continue
+            fitted = candidates.path.means(candidates.fit.values("balance"))[point]
+            unseen = validation_balance(setting, candidates.placement(point), ALL_TOKENS)
+            if caught:
+                assert "but not on the validation slice" in str(caught[0].message)
+                assert fitted <= limit + 1e-9
+            else:
+                assert unseen <= limit + 1e-9
+                kept += 1
+    assert kept > 2
 
 
 def test_a_looser_balance_costs_no_more(trace: RoutingTrace) -> None:
-    setting = prepare(trace, Topology.parse("4"))
-    costs = []
-    for limit in (1.2, 1.24, 4.0):
-        candidates, point = choose(setting, "coterie", ALL_TOKENS, limit)
-        costs.append(candidates.path.means(candidates.fit.costs(setting.objective))[point])
+    setting, costs = prepare(trace, Topology.parse("4")), []
+    for limit in (1.05, 1.1, 1.2, 1.3, 4.0):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            candidates, point = choose(setting, "coterie", ALL_TOKENS, limit)
+        if not caught:  # else the limit held elsewhere, on more tokens, where it costs less
+            costs.append(candidates.path.means(candidates.costs)[point])
+    assert len(costs) > 1
     assert costs == sorted(costs, reverse=True)
-    assert costs[0] > costs[-1]
 
 
 def test_a_balance_out_of_reach_is_refused_with_what_can_be_had(trace: RoutingTrace) -> None:
-    with pytest.raises(
-        InfeasiblePlacement, match=r"no placement by coterie has B <= 1 .* the most balanced has 1\.\d+"
-    ):
+    with pytest.raises(InfeasiblePlacement, match=r"no placement by coterie has B <= 1; the most balanced has 1\.\d+"):
         place(prepare(trace, Topology.parse("4")), balance=1.0)
 
 
@@ -171,37 +178,31 @@ def test_an_impossible_balance_is_refused(trace: RoutingTrace, balance: float) -
         place(prepare(trace, Topology.parse("4")), balance=balance)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 14, 33])
+@pytest.mark.parametrize("seed", [2, 9, 11, 30])  # each rule decides somewhere
 def test_the_default_choice_is_its_rule_restated(make_trace: Any, seed: int) -> None:
-    """Of the points that beat Algorithm 1 on validation the best by what was fitted; its price, on all that fits.
-
-    Where none beats it, those of no worse balance; where there is none either, all.
-    """
+    """Of the points no worse than Algorithm 1 on validation, beyond chance, the best; its price, on all that fits."""
     trace = make_trace(tokens=800, sequences=16, seed=seed)
     setting, fitting = prepare(trace, Topology.parse("4"), seed=seed), split(trace, 0.3).first
     inner = split(trace, VALIDATION_SHARE, fitting)
 
-    def measured(device_LE: Any, tokens: Any) -> dict[str, Any]:
-        return summarise(measure(trace, device_LE, setting.topology, tokens))
+    def measured(device_LE: Any) -> Any:
+        return measure(trace, device_LE, setting.topology, inner.second)
 
-    bar = measured(propose(setting, "cap", inner.first).placement(0), inner.second)
+    bar = measured(propose(setting, "cap", inner.first).placement(0))
     trial = propose(setting, "coterie", inner.first)
-    placements = [trial.placement(point) for point in range(trial.path.num_points)]
-    unseen = [measured(device_LE, inner.second) for device_LE in placements]
-    allowed = {
-        name: [point for point, row in enumerate(unseen) if all(row[key] <= bar[key] for key in keys)]
-        for name, keys in (("beats", ("dpt", "peak_traffic", "balance")), ("balanced", ("balance",)), ("all", ()))
-    }
-    rule = next(name for name, points in allowed.items() if points)
-    weights = setting.objective
-
-    def score(point: int) -> float:
-        row = measured(placements[point], inner.first)
-        return float(
-            weights.device * row["dpt"] + weights.peak * row["peak_traffic"] + weights.balance * row["balance"]
-        )
-
-    best = min(allowed[rule], key=score)
+    allowed: dict[str, list[int]] = {"all": [], "balanced": []}
+    for point in range(trial.path.num_points):
+        layers, good = measured(trial.placement(point)), {}
+        for name in ("dpt", "peak_traffic", "balance"):
+            more = [getattr(mine, name) - getattr(theirs, name) for mine, theirs in zip(layers, bar, strict=True)]
+            good[name] = np.mean(more) <= 2 * np.std(more) / len(more) ** 0.5
+        if good["balance"]:
+            allowed["balanced"].append(point)
+            if good["dpt"] and good["peak_traffic"]:
+                allowed["all"].append(point)
+    score = trial.path.means(trial.costs) + setting.objective.balance * trial.path.means(trial.balances)
+    points = allowed["all"] or allowed["balanced"] or [trial.path.num_points - 1]
+    best = min(points, key=lambda point: score[point])
     final = propose(setting, "coterie", fitting)
     expected = final.placement(final.path.at_price(trial.path.price_S[best - 1] if best else -np.inf))
     candidates, point = choose(setting, "coterie", fitting)

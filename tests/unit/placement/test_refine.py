@@ -12,7 +12,7 @@ from coterie.placement.balance import eplb
 from coterie.placement.greedy import algorithm_1
 from coterie.placement.objective import Objective
 from coterie.placement.problem import LayerProblem
-from coterie.placement.refine import refine
+from coterie.placement.refine import NUM_LIMITS, NUM_TAIL_LIMITS, refine
 
 
 def plain_costs(problem: LayerProblem, objective: Objective, device_E: Any) -> tuple[float, float]:
@@ -41,7 +41,7 @@ def test_candidates_beat_algorithm_1_and_reach_the_balance_of_eplb(make_problem:
     figures = [plain_costs(problem, objective, device_E) for device_E in candidates]
     assert min(cost for cost, _ in figures) <= plain_costs(problem, objective, algorithm_1(problem, 0))[0] + 1e-9
     assert min(b for _, b in figures) <= plain_costs(problem, objective, eplb(problem))[1] + 1e-6
-    assert len(candidates) <= 8
+    assert len(candidates) <= NUM_LIMITS + NUM_TAIL_LIMITS + 2
     assert len({tuple(row) for row in candidates.tolist()}) == len(candidates)
     for device_E in candidates:
         np.testing.assert_array_equal(np.bincount(device_E, minlength=problem.num_devices), problem.slots_G)
@@ -54,6 +54,16 @@ def test_the_balance_of_eplb_is_reached_even_where_visits_are_all_that_counts(ma
     found = refine(problem, objective, 0)
     reached = min(plain_costs(problem, objective, device_E)[1] for device_E in found)
     assert reached <= plain_costs(problem, objective, eplb(problem))[1] + 1e-6
+
+
+def test_swaps_take_balance_further_than_eplb(make_problem: Any) -> None:
+    problem = make_problem("4", seed=7)
+    found = refine(problem, Objective(device=1000, node=0, peak=0, balance=0), 0)
+
+    def load(device_E: Any) -> float:
+        return float(np.bincount(device_E, weights=problem.load_E).max())
+
+    assert min(map(load, found)) < load(eplb(problem))
 
 
 def test_with_nodes_dear_fewer_nodes_are_visited(make_problem: Any) -> None:
