@@ -70,7 +70,7 @@ def test_written_as_yaml(tmp_path: Path) -> None:
     [
         ("", "holds no mapping"),
         ("[1, 2]", "holds no mapping"),
-        ("[" * 5000, "cannot read the topology file"),
+        ("[" * 1500, "cannot read the topology file"),
         ("num_nodes: 2001-99-99", "cannot read the topology file"),
         ("num_nodes: [", "cannot read the topology file"),
         ("nodes: 2", "unknown key 'nodes'"),

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coterie.errors import InfeasiblePlacement
-from coterie.placement import problem as module
-from coterie.placement.problem import NO_EXPERT, build_problem, merge_sets, windows
+from coterie.errors import ConfigError, InfeasiblePlacement
+from coterie.placement.problem import MAX_TOP_K, NO_EXPERT, build_problem, merge_sets, windows
+from coterie.placement.state import build_hypergraph, build_level
+from coterie.spec import MoESpec
 from coterie.topology import Topology
+from coterie.trace.routing_trace import RoutingTrace
 
 
 def counted(ids_TK: Any, kept_TK: Any = None) -> Counter[frozenset[int]]:
@@ -84,10 +86,9 @@ def test_a_problem_counts_what_the_trace_holds(make_trace: Any) -> None:
         assert merged == counted(ids_TK[part], kept_TK[part])
 
 
-def test_many_tokens_are_sampled_for_the_sets_alone(make_trace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SEARCH_TOKENS", 250)
+def test_many_tokens_are_sampled_for_the_sets_alone(make_trace: Any) -> None:
     trace = make_trace(layers=1, tokens=600)
-    found = build_problem(trace, 0, Topology.parse("4"))
+    found = build_problem(trace, 0, Topology.parse("4"), sample=250)
     sampled = np.concatenate([trace.expert_ids[0, :300:3], trace.expert_ids[0, 300::3]])
     merged = Counter[frozenset[int]]()
     for window in range(2):
@@ -117,3 +118,19 @@ def test_groups_constrain_only_when_kept(make_problem: Any) -> None:
 def test_fewer_experts_than_devices_are_refused(make_problem: Any) -> None:
     with pytest.raises(InfeasiblePlacement, match="16 experts on 17 devices"):
         make_problem("17")
+
+
+def test_more_experts_a_token_than_a_byte_counts_are_refused() -> None:
+    """All of a token's experts on one device still count right at the limit, and beyond it nothing is placed."""
+    for top_k in (MAX_TOP_K, MAX_TOP_K + 1):
+        ids = np.arange(top_k, dtype=np.uint16)[None, None]
+        trace = RoutingTrace(ids, MoESpec("wide", 1, 2 * MAX_TOP_K, top_k))
+        if top_k > MAX_TOP_K:
+            with pytest.raises(ConfigError, match="top-256 routing; placement supports up to top-255"):
+                build_problem(trace, 0, Topology.parse("2"))
+            continue
+        problem = build_problem(trace, 0, Topology.parse("2"))
+        graph = build_hypergraph(problem.sets_UK, problem.multiplicity_U, problem.window_U, problem.num_experts)
+        level = build_level(graph, np.repeat(np.arange(2, dtype=np.int32), MAX_TOP_K), 2, True)
+        assert level.count_UP.tolist() == [[MAX_TOP_K, 0]]
+        assert not level.leave_VE.any()

@@ -47,6 +47,25 @@ def test_candidates_beat_algorithm_1_and_reach_the_balance_of_eplb(make_problem:
         np.testing.assert_array_equal(np.bincount(device_E, minlength=problem.num_devices), problem.slots_G)
 
 
+def test_the_balance_of_eplb_is_reached_even_where_visits_are_all_that_counts(make_problem: Any) -> None:
+    """A search that would pay any imbalance for a visit does not get there by itself."""
+    problem = make_problem("4")
+    objective = Objective(device=1000, node=0, peak=0, balance=0)
+    found = refine(problem, objective, 0)
+    reached = min(plain_costs(problem, objective, device_E)[1] for device_E in found)
+    assert reached <= plain_costs(problem, objective, eplb(problem))[1] + 1e-6
+
+
+def test_swaps_take_balance_further_than_eplb(make_problem: Any) -> None:
+    problem = make_problem("4", seed=7)
+    found = refine(problem, Objective(device=1000, node=0, peak=0, balance=0), 0)
+
+    def load(device_E: Any) -> float:
+        return float(np.bincount(device_E, weights=problem.load_E).max())
+
+    assert min(map(load, found)) < load(eplb(problem))
+
+
 def test_with_nodes_dear_fewer_nodes_are_visited(make_problem: Any) -> None:
     problem = make_problem("2x2")
     cheap, dear = (Objective(device=1, node=node, peak=0, balance=0) for node in (0, 20))
