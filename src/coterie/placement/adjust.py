@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.placement.metrics import communication_cost
 from coterie.placement.problem import LayerProblem
 
 _MOST_STEPS = 10_000
@@ -14,9 +15,7 @@ _MOST_STEPS = 10_000
 
 def communication_objective(problem: LayerProblem, device_E: NDArray[np.int64]) -> float:
     """C(pi) = sum over i < j of p_ij d(pi(i), pi(j)), CAP eq. 2, divided by the sum of p_ij."""
-    distance_EE = problem.topology.cost_matrix()[np.ix_(device_E, device_E)]
-    total = problem.jaccard_EE.sum()
-    return float((problem.jaccard_EE * distance_EE).sum() / total) if total > 0 else 0.0
+    return communication_cost(problem.jaccard_EE, problem.topology.cost_matrix(), device_E)
 
 
 def load_imbalance(load_E: NDArray[Any], device_E: NDArray[np.int64], num_devices: int) -> float:

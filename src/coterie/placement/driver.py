@@ -14,7 +14,7 @@ import coterie
 from coterie.errors import ConfigError, InfeasiblePlacement
 from coterie.placement.candidates import Candidates, Measured, Setting, measure_candidates, propose
 from coterie.placement.groups import has_freedom
-from coterie.placement.metrics import LayerMetrics, measure, summarise
+from coterie.placement.metrics import LayerMetrics, full_metrics
 from coterie.placement.objective import Objective
 from coterie.placement.placement import Placement
 from coterie.placement.problem import TRIAL_TOKENS
@@ -83,9 +83,9 @@ def place(setting: Setting, method: str = "coterie", balance: float | None = Non
         ConfigError: for an unknown method or a balance below 1.
         InfeasiblePlacement: when no candidate reaches the balance even on the fitting tokens.
     """
-    fitting, measuring = _parts(setting, heldout)
-    candidates, point = choose(setting, method, fitting, balance)
-    return _placement(setting, method, candidates, point, measuring, {"balance": balance, "heldout": heldout})
+    parts = _parts(setting, heldout)
+    candidates, point = choose(setting, method, parts[0], balance)
+    return _placement(setting, method, candidates, point, parts, {"balance": balance, "heldout": heldout})
 
 
 def spectrum(setting: Setting, points: int, method: str = "coterie", heldout: float = 0.2) -> list[Placement]:
@@ -101,11 +101,11 @@ def spectrum(setting: Setting, points: int, method: str = "coterie", heldout: fl
     """
     if points < 1:
         raise ConfigError(f"a spectrum of {points} points; ask for at least 1")
-    fitting, measuring = _parts(setting, heldout)
-    candidates = propose(setting, method, fitting)
+    parts = _parts(setting, heldout)
+    candidates = propose(setting, method, parts[0])
     chosen = spaced_points(candidates.path.means(candidates.fit.values("balance")), points)
     options = {"spectrum": points, "heldout": heldout}
-    return [_placement(setting, method, candidates, point, measuring, options) for point in chosen]
+    return [_placement(setting, method, candidates, point, parts, options) for point in chosen]
 
 
 def compare(setting: Setting, heldout: float = 0.5, methods: Sequence[str] = COMPARED) -> dict[str, Any]:
@@ -116,9 +116,11 @@ def compare(setting: Setting, heldout: float = 0.5, methods: Sequence[str] = COM
         started = time.perf_counter()
         candidates, point = choose(setting, method, parts.first)
         seconds = time.perf_counter() - started
-        fit, measured = _both(setting, candidates, point, parts.second)
-        hidden = setting.trace.spec.hidden_size
-        rows[method] = {**summarise(fit, hidden), "seconds": seconds, "heldout": summarise(measured, hidden)}
+        device_LE = candidates.placement(point)
+        fit, unseen = (
+            full_metrics(setting.trace, device_LE, setting.topology, part) for part in (parts.first, parts.second)
+        )
+        rows[method] = {**fit, "seconds": seconds, "heldout": unseen}
     about = {"fit_tokens": parts.num_first, "heldout_tokens": parts.num_second, "split_by": parts.by}
     return {
         "methods": rows,
@@ -214,22 +216,16 @@ def _parts(setting: Setting, heldout: float) -> tuple[TokenSelector, TokenSelect
     return parts.first, parts.second
 
 
-def _both(
-    setting: Setting, candidates: Candidates, point: int, measuring: TokenSelector
-) -> tuple[list[LayerMetrics], list[LayerMetrics]]:
-    fit = candidates.fit.at(candidates.path.choice(point))
-    return fit, measure(setting.trace, candidates.placement(point), setting.topology, measuring)
-
-
 def _placement(
     setting: Setting, method: str, candidates: Candidates, point: int,
-    measuring: TokenSelector | None, options: Mapping[str, Any],
+    parts: tuple[TokenSelector, TokenSelector | None], options: Mapping[str, Any],
 ) -> Placement:  # fmt: skip
-    hidden = setting.trace.spec.hidden_size
-    metrics = {"fit": summarise(candidates.fit.at(candidates.path.choice(point)), hidden)}
     device_LE = candidates.placement(point)
-    if measuring is not None:
-        metrics["heldout"] = summarise(measure(setting.trace, device_LE, setting.topology, measuring), hidden)
+    metrics = {
+        name: full_metrics(setting.trace, device_LE, setting.topology, tokens)
+        for name, tokens in zip(("fit", "heldout"), parts, strict=True)
+        if tokens is not None
+    }
     about = {
         "name": method,
         **options,

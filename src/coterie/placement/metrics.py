@@ -10,6 +10,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from coterie.profile.coactivation import coactivation_counts, jaccard
 from coterie.topology import Topology
 from coterie.trace.check import pieces
 from coterie.trace.routing_trace import RoutingTrace, TokenSelector
@@ -117,6 +118,38 @@ def measure(
     return [measure_layer(trace, layer, device_LE[layer], topology, tokens) for layer in range(trace.num_layers)]
 
 
+def communication_costs(
+    trace: RoutingTrace, device_LE: NDArray[Any], topology: Topology, tokens: TokenSelector
+) -> list[float]:
+    """C(pi) of every layer (CAP eq. 2) with the co-activation of these tokens, divided by the sum of p_ij."""
+    costs = []
+    for layer, device_E in enumerate(device_LE):
+        routing = trace.layer(layer, tokens)
+        counts_EE = coactivation_counts(routing.expert_ids_TK, routing.kept_TK, trace.spec.num_experts)
+        costs.append(communication_cost(jaccard(counts_EE), topology.cost_matrix(), device_E))
+    return costs
+
+
+def communication_cost(p_EE: NDArray[np.float64], cost_GG: NDArray[np.float64], device_E: NDArray[Any]) -> float:
+    """C(pi) = sum over i < j of p_ij d(pi(i), pi(j)), CAP eq. 2, divided by the sum of p_ij; 0 without company."""
+    total = p_EE.sum()
+    return float((p_EE * cost_GG[np.ix_(device_E, device_E)]).sum() / total) if total > 0 else 0.0
+
+
+def full_metrics(
+    trace: RoutingTrace, device_LE: NDArray[Any], topology: Topology, tokens: TokenSelector
+) -> dict[str, Any]:
+    """Every metric of a placement on the selected tokens, as files and `--json` hold them.
+
+    `summarise` of its layers, and "communication": the mean over layers of CAP's C(pi) (`communication_costs`).
+    """
+    summary = summarise(measure(trace, device_LE, topology, tokens), trace.spec.hidden_size)
+    costs = communication_costs(trace, device_LE, topology, tokens)
+    summary["communication"] = float(np.mean(costs))
+    summary["layers"]["communication"] = [round(cost, 6) for cost in costs]
+    return summary
+
+
 def average(layers: Sequence[LayerMetrics]) -> dict[str, float]:
     """The mean over layers of every scalar metric."""
     return {name: float(np.mean([getattr(layer, name) for layer in layers])) for name in SCALARS}
@@ -125,10 +158,12 @@ def average(layers: Sequence[LayerMetrics]) -> dict[str, float]:
 def summarise(layers: Sequence[LayerMetrics], hidden_size: int = 0) -> dict[str, Any]:
     """Means over layers, per-layer arrays under "layers", and bytes per token and layer when `hidden_size` is known.
 
-    Bytes count a copy of the hidden state to every remote device and the partial sum back, in bf16.
+    Bytes count a copy of the hidden state to every remote device and the partial sum back, in bf16. "traffic" is the
+    mean over layers of `traffic_GG`: copies per token from home (row) to device (column).
     """
     result: dict[str, Any] = average(layers)
     if hidden_size:
         result["bytes_per_token"] = result["remote_dpt"] * hidden_size * ACTIVATION_BYTES * 2
+    result["traffic"] = np.mean([layer.traffic_GG for layer in layers], axis=0).round(5).tolist()
     result["layers"] = {name: [round(getattr(layer, name), 6) for layer in layers] for name in SCALARS}
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from coterie.topology import Topology
 
 SCHEMA_VERSION = 1
 KIND = "coterie.placement"
+_NUMBERS = re.compile(r"\[[\s\d.,eE+-]*\]")  # a list of numbers, put on one line
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class Placement:
             "method": dict(self.method),
             "metrics": dict(self.metrics),
         }
-        text = json.dumps(head, indent=1, allow_nan=False)
+        text = _NUMBERS.sub(lambda match: " ".join(match[0].split()), json.dumps(head, indent=1, allow_nan=False))
         rows = ",\n  ".join(json.dumps(row.tolist()) for row in self.physical_to_logical_map)
         return f'{text[:-2]},\n "physical_to_logical_map": [\n  {rows}\n ]\n}}\n'
 

@@ -47,12 +47,13 @@ def test_compare_json(run: Run) -> None:
     assert (code, err) == (0, "")
     assert list(result["methods"]) == ["linear", "eplb", "cap", "coterie"]
     for row in result["methods"].values():
-        assert set(row) == {*SCALARS, "seconds", "layers", "heldout"}
-        assert set(row["heldout"]) == {*SCALARS, "layers"}
+        means = {*SCALARS, "communication"}
+        assert set(row) == {*means, "traffic", "seconds", "layers", "heldout"}
+        assert set(row["heldout"]) == {*means, "traffic", "layers"}
         assert {"dpt", "npt", "balance", "peak_traffic"} <= set(SCALARS)
         for part in (row, row["heldout"]):
-            assert set(part["layers"]) == set(SCALARS)
-            for name in SCALARS:
+            assert set(part["layers"]) == means
+            for name in means:
                 assert np.mean(part["layers"][name]) == pytest.approx(part[name], abs=1e-5)
     assert result["topology"]["num_nodes"] == 2
     about = result["trace"]

@@ -25,7 +25,7 @@ from coterie.placement.driver import (
     spectrum,
 )
 from coterie.placement.methods import METHODS
-from coterie.placement.metrics import measure, summarise
+from coterie.placement.metrics import full_metrics, measure
 from coterie.topology import Topology
 from coterie.trace.routing_trace import ALL_TOKENS, RoutingTrace
 from coterie.trace.splits import split
@@ -80,7 +80,7 @@ def test_a_placement_carries_its_metrics_and_how_it_was_made(trace: RoutingTrace
     found = place(setting, heldout=0.25)
     parts = split(trace, 0.25)
     for name, tokens in (("fit", parts.first), ("heldout", parts.second)):
-        again = summarise(measure(trace, found.device_of_expert(), setting.topology, tokens))
+        again = full_metrics(trace, found.device_of_expert(), setting.topology, tokens)
         assert found.metrics[name] == again
     about = found.method
     assert (about["name"], about["seed"], about["heldout"], about["balance"]) == ("coterie", 3, 0.25, None)
@@ -94,8 +94,7 @@ def test_a_placement_carries_its_metrics_and_how_it_was_made(trace: RoutingTrace
 def test_without_held_out_tokens_everything_fits(trace: RoutingTrace) -> None:
     found = place(prepare(trace, Topology.parse("4")), "cap", heldout=0)
     assert set(found.metrics) == {"fit"}
-    everything = measure(trace, found.device_of_expert(), found.topology, ALL_TOKENS)
-    assert found.metrics["fit"] == summarise(everything)
+    assert found.metrics["fit"] == full_metrics(trace, found.device_of_expert(), found.topology, ALL_TOKENS)
 
 
 @pytest.mark.parametrize("method", ["coterie", "cap-spectrum"])
@@ -221,7 +220,7 @@ def test_a_comparison_holds_every_method_on_both_parts(trace: RoutingTrace) -> N
     linear = np.tile(np.arange(16) // 4, (3, 1))
     row = result["methods"]["linear"]
     for found, tokens in ((row, parts.first), (row["heldout"], parts.second)):
-        expected = summarise(measure(trace, linear, setting.topology, tokens))
+        expected = full_metrics(trace, linear, setting.topology, tokens)
         assert {key: found[key] for key in expected} == expected
     for row in result["methods"].values():
         assert row["seconds"] >= 0

@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coterie.placement.metrics import SCALARS, LayerMetrics, average, measure, measure_layer, summarise
+from coterie.placement.metrics import (
+    SCALARS,
+    LayerMetrics,
+    average,
+    communication_cost,
+    full_metrics,
+    measure,
+    measure_layer,
+    summarise,
+)
 from coterie.topology import Topology
 from coterie.trace import check
 from coterie.trace.routing_trace import ALL_TOKENS, RoutingTrace
@@ -102,3 +111,23 @@ def test_traffic_says_who_sends_to_whom() -> None:
     np.testing.assert_allclose(found.traffic_GG * 3, [[2, 1], [0, 1]])
     expected = LayerMetrics(4 / 3, 1 / 3, 1.0, 0.0, 1.0, 2 / 3, 1 / 3, found.traffic_GG)
     assert average([found]) == pytest.approx(average([expected]))
+
+
+def test_communication_is_caps_objective_over_the_sum_of_company(make_trace: Any) -> None:
+    trace, topology = make_trace(layers=1, kept=0.7), Topology.parse("2x2,inter=3")
+    device_LE = np.random.default_rng(0).permuted(np.arange(16) % 4)[None]
+    ids, kept = trace.expert_ids[0], trace.kept[0]
+    chosen = [set(ids[t][kept[t]].tolist()) for t in range(trace.num_tokens)]
+    cost = topology.cost_matrix()
+    paid = total = 0.0
+    for i in range(16):
+        for j in range(i + 1, 16):
+            either = sum(i in row or j in row for row in chosen)
+            company = sum(i in row and j in row for row in chosen) / either if either else 0.0
+            total += company
+            paid += company * cost[device_LE[0, i], device_LE[0, j]]
+    found = full_metrics(trace, device_LE, topology, ALL_TOKENS)
+    assert found["communication"] == pytest.approx(paid / total)
+    assert found["layers"]["communication"] == [pytest.approx(paid / total, abs=1e-6)]
+    assert np.sum(found["traffic"]) == pytest.approx(found["dpt"], abs=1e-3)
+    assert communication_cost(np.zeros((16, 16)), cost, device_LE[0]) == 0.0
