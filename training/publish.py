@@ -22,7 +22,15 @@ def publish(moe: Path, dense: Path, into: Path) -> None:
     into.mkdir(parents=True, exist_ok=True)
     for name in FILES:
         shutil.copyfile(moe / name, into / name)
+    forget_origin(into / "tokenizer_config.json")
     (into / "README.md").write_text(card)
+
+
+def forget_origin(path: Path) -> None:
+    """Drop from a tokenizer's configuration how it was loaded before it was saved."""
+    config = json.loads(path.read_text())
+    kept = {key: value for key, value in config.items() if key not in ("is_local", "local_files_only")}
+    path.write_text(json.dumps(kept, indent=2) + "\n")
 
 
 def evaluated(folder: Path) -> dict[str, Any]:
