@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,14 +68,11 @@ class PruningOptions:
         from coterie.placement.placement import Placement
         from coterie.topology import Topology
 
-        if (self.placement is None) == (self.topology is None):
-            given = "neither is" if self.placement is None else "both are"
-            raise ConfigError(
-                f"pruning needs devices, from --topology, e.g. --topology 8, or --placement; {given} given"
-            )
         if self.placement is not None:
-            return Placement.load(self.placement), None
-        assert self.topology is not None
+            placed = Placement.load(self.placement)
+            return replace(placed, topology=topology_of(placed, self.topology, self.placement)), None
+        if self.topology is None:
+            raise ConfigError("pruning needs devices; give --topology, e.g. --topology 8, or --placement")
         return None, Topology.parse(self.topology)
 
     def _choice(self) -> RuleChoice:
@@ -84,3 +81,23 @@ class PruningOptions:
 
         p, peak = (None if value is None else parse_fraction(value) for value in (self.prune, self.peak))
         return RuleChoice(self.rule, p, peak, parse_fraction(self.floor))
+
+
+def topology_of(placement: Placement, topology: str | None, file: Path) -> Topology:
+    """The topology of a placement; a given one may bring other link costs, but must have its nodes and devices.
+
+    Raises:
+        ConfigError: when the given topology has other nodes or devices than the placement was made for.
+    """
+    from coterie.topology import Topology
+
+    made_for = placement.topology
+    if topology is None:
+        return made_for
+    given = Topology.parse(topology)
+    if (given.num_nodes, given.devices_per_node) != (made_for.num_nodes, made_for.devices_per_node):
+        raise ConfigError(
+            f"--topology {given} has {given.num_nodes} nodes of {given.devices_per_node} devices, {file} was made for "
+            f"{made_for.num_nodes} of {made_for.devices_per_node}; leave --topology out to use the placement's"
+        )
+    return replace(given, slots_per_device=made_for.slots_per_device)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coterie.cli.common import JsonOption, emit_json, note, progress, say, table
+from coterie.cli.pruning_options import topology_of
 from coterie.errors import ConfigError
 from coterie.units import parse_fraction
 
@@ -71,18 +72,8 @@ def _devices(routing: RoutingTrace, topology: str | None, placement: Path | None
 
     placed = Placement.load(placement)
     placed.require_model(routing.spec, "the trace")
-    devices = placed.topology if topology is None else Topology.parse(topology)
-    shape, made_for = _nodes(devices), _nodes(placed.topology)
-    if shape != made_for:
-        raise ConfigError(
-            f"--topology {devices} has {shape[0]} nodes of {shape[1]} devices, {placement} was made for "
-            f"{made_for[0]} of {made_for[1]}; leave --topology out to use the placement's"
-        )
+    devices = topology_of(placed, topology, placement)
     return placed.device_of_expert(), devices, placement.name
-
-
-def _nodes(topology: Topology) -> tuple[int, int]:
-    return topology.num_nodes, topology.devices_per_node
 
 
 def _show(report: PruneReport, topology: Topology, placement: str, out: Path) -> None:

@@ -122,7 +122,7 @@ def test_tasks(run: Run) -> None:
         (("--limit", 3), "--limit belongs to --tasks"),
         (("--rule", "naive"), "--rule belongs to pruning"),
         (("--prune", 0.2), "pruning needs devices"),
-        (("--prune", 0.2, "--topology", 2, "--placement", "p.json"), "both are given"),
+        (("--prune", 0.2, "--topology", 2, "--placement", "p.json"), "p.json does not exist"),
         (("--prune", 0.2, "--placement", "p.json"), "p.json does not exist"),
         (("--peak", 0.2, "--topology", 2, "--fit", "t.safetensors"), "--fit t.safetensors does not exist"),
         (("--prune", 2, "--topology", 2), "fraction '2' is not within 0 and 1"),
