@@ -25,7 +25,7 @@ class Settings:
     rows: int = 8
     peak: float = 3e-3
     balance: float = 0.02
-    decay: float = 0.05
+    decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     max_norm: float = 1.0
     seed: int = 0
@@ -35,7 +35,7 @@ class Settings:
     @classmethod
     def of(cls, name: str) -> Self:
         """The settings of a model: with many small experts, use concentrates more and needs more balancing."""
-        return cls(balance=0.06) if name == "tiny-qwen3-moe" else cls()
+        return cls(balance=0.06) if name == "tiny-qwen3-moe" else cls(balance=0.01)
 
 
 @dataclass
