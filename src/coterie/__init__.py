@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from coterie.calibration.profile import profile_model as profile_model
     from coterie.errors import CoterieError as CoterieError
     from coterie.models.prune import prune_destinations as prune_destinations
     from coterie.models.record import record as record
@@ -25,6 +26,7 @@ _HOME = {
     "Placement": "coterie.placement.placement",
     "RoutingTrace": "coterie.trace.routing_trace",
     "Topology": "coterie.topology",
+    "profile_model": "coterie.calibration.profile",
     "prune_destinations": "coterie.models.prune",
     "record": "coterie.models.record",
 }

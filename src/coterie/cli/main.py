@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import coterie
-from coterie.cli import demo, evaluate, export, place, record, trace_prune
+from coterie.cli import demo, evaluate, export, place, profile, record, trace_prune
 from coterie.cli.model_info import model_info
 from coterie.cli.trace_import import trace_import
 from coterie.cli.trace_info import trace_info
@@ -52,6 +52,7 @@ app.command("demo")(demo.demo)
 app.command("compare")(place.compare)
 app.command("place")(place.place)
 app.command("record")(record.record)
+app.command("profile")(profile.profile)
 app.command("export")(export.export)
 app.command("validate")(export.validate)
 app.command("eval")(evaluate.evaluate_model)
