@@ -72,14 +72,13 @@ class Ablation:
         The weight of the one left out becomes zero in the tokens that use the pair; nothing is renormalised. NaN where
         the text does not use the pair.
         """
-        layer, first, second = pair
         uses = self._uses[pair]
         most = np.argsort(-uses, kind="stable")[:MAX_WINDOWS]
         chosen = np.sort(most[uses[most] > 0])
         if not chosen.size:
             return float("nan"), float("nan")
         rises = []
-        for masked in (first, second):
+        for masked in pair[1:]:
             with intercept(self._model, _without(masked, pair)):
                 losses = np.array([self._loss(self._windows[at]) for at in chosen])
             rises.append(float((losses - self._losses[chosen]).sum() / uses[chosen].sum()))
