@@ -178,7 +178,7 @@ def _require_same(update: ModelProfile, settings: Mapping[str, Any], gradients: 
     if update.identity != settings["identity"]:
         raise ConfigError(
             f"the profile to update is of {update.spec.model} ({update.identity}), the model is {settings['model']} "
-            f"({settings['identity']}); its routers differ: profile the model anew"
+            f"({settings['identity']}): their routers differ; profile the model anew"
         )
     if order != settings["neuron_order"]:
         raise ConfigError(
@@ -219,6 +219,6 @@ def _warn(profile: ModelProfile) -> None:
     if error > WARN_TIER_ERROR:
         warnings.warn(
             f"{profile.num_tokens:,} tokens are few for tiers: about {error:.0%} of the uses sit in combinations that "
-            "another text of this length may put into another tier; profile more tokens, or use a policy without tiers",
+            "chance may have put into the wrong tier; profile more tokens, or use a policy without tiers",
             UserWarning, stacklevel=3,
         )  # fmt: skip

@@ -32,11 +32,11 @@ def tiers(counts_EE: NDArray[np.int64], alpha: float = 0.6, beta: float = 0.9) -
 
 
 def tier_error(profile: ModelProfile, alpha: float = 0.6, beta: float = 0.9) -> float:
-    """Share of the uses that sit in pairs which another text of the same length may put into another tier.
+    """About which share of the uses sits in pairs that chance put into another tier than they belong to.
 
     Source: beyond the paper. Each layer's counts are drawn anew, 16 times, as if every use fell independently
-    (Poisson); uses of pairs that change tier are averaged over draws and layers. Topics make real uses come in bursts,
-    so the true share is larger.
+    (Poisson); uses of pairs that change tier are averaged over draws and layers. It is chance within one kind of text
+    that this tells of: topics make real uses come in bursts, and another kind of text has other pairs.
 
     Args:
         profile: of a model.
