@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "the", "of", "in", "on", "for", "and")
-)
 
 
 @pytest.fixture(scope="session")

@@ -20,12 +20,23 @@ def table(experts: int, uses: dict[tuple[int, int], float], dtype: type = np.int
     return made
 
 
-def profile(pairs_LEE: np.ndarray, **dominance: np.ndarray) -> ModelProfile:
+def profile(pairs_LEE: np.ndarray, sample_LSK: np.ndarray | None = None, tokens: int = 1, **dominance: np.ndarray):
     layers, experts, _ = pairs_LEE.shape
-    none = np.zeros((layers, 0, 2))
-    return ModelProfile(
-        MoESpec("toy", layers, experts, 2), "", 1, 1, none, pairs_LEE, {}, dominance, none.astype(int), none
-    )
+    ids = np.zeros((layers, 0, 2), int) if sample_LSK is None else sample_LSK
+    spec = MoESpec("toy", layers, experts, 2)
+    load = np.zeros((layers, experts), int)
+    return ModelProfile(spec, "", 1, tokens, load, pairs_LEE, {}, dominance, ids, np.zeros(ids.shape, np.float32))
+
+
+def drawn(frequency: np.ndarray, tokens: int, seed: int, burst: int = 1, kept: int = 1) -> ModelProfile:
+    """A profile of one layer whose pairs are drawn by frequency, each `burst` times in a row, one in `kept` sampled."""
+    rows, columns = np.triu_indices(len(frequency), 1)
+    chances = frequency[rows, columns] / frequency[rows, columns].sum()
+    chosen = np.random.default_rng(seed).choice(len(rows), tokens // burst, p=chances).repeat(burst)
+    ids_TK = np.stack([rows[chosen], columns[chosen]], axis=1)
+    counts = np.zeros(frequency.shape, np.int64)
+    np.add.at(counts, tuple(ids_TK.T), 1)
+    return profile((counts + counts.T)[None], ids_TK[None, ::kept], tokens)
 
 
 def test_the_pair_that_crosses_a_threshold_is_below_it():
@@ -52,29 +63,23 @@ def test_all_uses_can_be_hot_and_unseen_pairs_are_cold():
     assert (tiers(np.zeros((3, 3), np.int64)) == COLD).all()
 
 
-def test_error_falls_with_tokens_and_reaches_zero():
-    rng = np.random.default_rng(1)
-    frequency = table(12, {(i, j): rng.gamma(0.5) for i in range(12) for j in range(i)}, float)
-    errors = [
-        tier_error(profile(np.round(frequency / frequency.sum() * tokens).astype(np.int64)[None]))
-        for tokens in (2e2, 2e4, 2e9)
-    ]
-    assert 0.5 > errors[0] > 2 * errors[1] > 0
-    assert errors[2] < 1e-3
+def test_error_falls_with_tokens():
+    frequency = np.random.default_rng(1).gamma(0.5, size=(12, 12))
+    errors = [tier_error(drawn(frequency, tokens, 0)) for tokens in (200, 20_000, 2_000_000)]
+    assert 0.5 > errors[0] > 2 * errors[1] > 4 * errors[2]
 
 
-def test_error_is_what_chance_moves_away_from_the_true_tiers():
-    """Against counts drawn from known frequencies, pair by pair."""
-    rng = np.random.default_rng(2)
-    frequency = rng.gamma(0.4, size=(10, 10))
-    frequency = np.triu(frequency, 1) / np.triu(frequency, 1).sum()
-    truth = tiers(np.round((frequency + frequency.T) * 1e12).astype(np.int64))
+@pytest.mark.parametrize(("burst", "kept"), [(1, 1), (10, 1), (20, 4)])
+def test_error_is_what_chance_moves_away_from_the_true_tiers(burst, kept):
+    """Against texts drawn from known frequencies: each use by itself, and in bursts, all sampled or one in four."""
+    frequency = np.triu(np.random.default_rng(2).gamma(0.4, size=(10, 10)), 1)
+    truth = tiers(np.round((frequency + frequency.T) * 1e9).astype(np.int64))
     moved, told = [], []
-    for _ in range(60):
-        counts = np.triu(rng.poisson(2000 * frequency), 1)
-        counts += counts.T
+    for seed in range(60):
+        made = drawn(frequency, 8000, seed, burst, kept)
+        counts = made.pairs_LEE[0]
         moved.append(counts[tiers(counts) != truth].sum() / counts.sum())
-        told.append(tier_error(profile(counts[None])))
+        told.append(tier_error(made))
     assert np.mean(told) == pytest.approx(np.mean(moved), rel=0.3)
 
 
