@@ -65,8 +65,8 @@ def text_windows(
         CheckpointError: when the tokenizer is not the model's.
     """
     length = min(_length(model, length), tokens)
-    if tokens < 1 or not texts:
-        raise ConfigError(f"{tokens} tokens of {len(texts)} texts; profiling needs at least one of each")
+    if tokens < 2 or not texts:
+        raise ConfigError(f"{tokens} tokens of {len(texts)} texts; profiling needs at least 2 tokens of 1 text")
     count = -(-tokens // length)
     sizes = [length] * (count - 1) + [tokens - length * (count - 1)]
     chosen, sources = [], []

@@ -241,3 +241,20 @@ def test_the_seed_chooses_windows_and_their_order_stays(qwen):
     for windows in chosen:
         assert list(windows) == sorted(set(windows))
         assert all(window == window[0] * 10 for window in windows)
+
+
+def test_each_window_begins_with_the_begin_token(qwen):
+    """For a tokenizer that puts one before every text."""
+    from coterie.calibration.text_windows import text_windows
+
+    class Tokenizer:
+        bos_token_id = 1
+
+        def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+            return {"input_ids": [1] * add_special_tokens + [int(digit) for digit in text]}
+
+    windows = text_windows(qwen[0], Tokenizer(), {"a": "23456789"}, 9, 4, 0).windows
+    assert [window.inputs for window in windows] == [[1, 2, 3, 4], [1, 5, 6, 7], [1]]
+    assert [window.targets for window in windows] == [[2, 3, 4, 5], [5, 6, 7, 8], [8]]
+    with pytest.raises(ConfigError, match="1 tokens of 1 texts"):
+        text_windows(qwen[0], Tokenizer(), {"a": "23456789"}, 1, 4, 0)
