@@ -112,11 +112,17 @@ def add(found: dict[str, np.ndarray], layer: int, call: Any, by_neuron: np.ndarr
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_profile_is_what_plain_loops_and_autograd_give(family, load, text, profiled):
+    import torch
+
     from coterie.calibration.text_windows import text_windows
     from coterie.models.layers import find_moe_layers
 
     model, tokenizer = load(family)
     model.requires_grad_(True)
+    for layer in find_moe_layers(model):  # gpt_oss's begin as zero
+        for name, parameter in layer.experts.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(layer.index))
     words = text(TOKENS + 1)
     made = profiled(model, tokenizer, words, tokens=TOKENS, window=WINDOW)
     windows = text_windows(model, tokenizer, {"text": words}, TOKENS, WINDOW, 0).windows
