@@ -10,6 +10,7 @@ import typer
 import coterie
 from coterie.cli import demo, evaluate, export, place, record, trace_prune
 from coterie.cli.model_info import model_info
+from coterie.cli.reorder import reorder
 from coterie.cli.trace_import import trace_import
 from coterie.cli.trace_info import trace_info
 from coterie.cli.trace_synthesize import trace_synthesize
@@ -54,6 +55,7 @@ app.command("place")(place.place)
 app.command("record")(record.record)
 app.command("export")(export.export)
 app.command("validate")(export.validate)
+app.command("reorder")(reorder)
 app.command("eval")(evaluate.evaluate_model)
 trace.command("import")(trace_import)
 trace.command("info")(trace_info)

@@ -1,0 +1,199 @@
+"""The gated feed-forward network of experts, computed for the first neurons of each only.
+
+Shapes: T tokens, K top-k, E experts, I neurons of an expert, H hidden size; S = T x K slots, k the neurons of a prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from coterie.errors import CheckpointError, ConfigError
+
+
+_BASE = 2**32  # above any width, so that a wrong one is seen and not taken for another expert's
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The weights of one layer's experts as they lie in its module; nothing is copied.
+
+    Attributes:
+        gate_up: [E, 2I, H], or [E, H, 2I] where transposed. Along 2I: all of gate, then all of up; where interleaved,
+            gate and up of one neuron side by side.
+        down: [E, H, I], or [E, I, H] where transposed.
+        gate_up_bias: [E, 2I] or None.
+        down_bias: [E, H] or None.
+        transposed: see `gate_up`.
+        interleaved: see `gate_up`.
+        gate: the module's own (gate and up [.., 2k], laid out as in `gate_up`) -> [.., k].
+    """
+
+    gate_up: Tensor
+    down: Tensor
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+    transposed: bool
+    interleaved: bool
+    gate: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def of(cls, experts: Any) -> ExpertWeights:
+        """The weights of a Transformers experts module.
+
+        Raises:
+            CheckpointError: when its experts are not gated, normalised afterwards, spread over processes, or not in
+                memory.
+        """
+        name = type(experts).__name__
+        parts = ("gate_up_proj", "down_proj", "is_transposed", "is_concatenated", "has_bias", "_apply_gate")
+        lacking = [part for part in parts if not hasattr(experts, part)]
+        if lacking or not getattr(experts, "has_gate", False):
+            what = lacking[0] if lacking else "gate"
+            raise CheckpointError(f"{name} has no {what}: only gated experts in one fused module can run in part")
+        if getattr(experts, "has_post_expert_norm", False) or getattr(experts, "_is_expert_parallel", False):
+            raise CheckpointError(f"{name} normalises its experts' outputs or is spread over processes; not supported")
+        if experts.gate_up_proj.is_meta or experts.down_proj.is_meta:
+            raise CheckpointError(f"{name} has no weights in memory (meta device); load the model without offloading")
+        return cls(
+            experts.gate_up_proj, experts.down_proj,
+            experts.gate_up_proj_bias if experts.has_bias else None,
+            experts.down_proj_bias if experts.has_bias else None,
+            bool(experts.is_transposed), not experts.is_concatenated, experts._apply_gate,
+        )  # fmt: skip
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return len(self.down)
+
+    @property
+    def width(self) -> int:
+        """I."""
+        return int(self.down.shape[1 if self.transposed else 2])
+
+    @property
+    def neuron_bytes(self) -> int:
+        """Bytes of one neuron: its gate row, up row and down column, and its biases."""
+        own = self.gate_up.numel() + self.down.numel()
+        own += 0 if self.gate_up_bias is None else self.gate_up_bias.numel()
+        return own // (self.num_experts * self.width) * self.gate_up.element_size()
+
+    def run(self, expert: int, width: int, x_NH: Tensor) -> Tensor:
+        """The outputs of an expert's first `width` neurons, [N, H], not yet weighted; `width` is at least 1."""
+        hidden_Nk = self.gate(self._gate_up(expert, width, x_NH))
+        bias_H = None if self.down_bias is None else self.down_bias[expert]
+        down = self.down[expert]
+        return linear(hidden_Nk, down[:width].t() if self.transposed else down[:, :width], bias_H)
+
+    def _gate_up(self, expert: int, width: int, x_NH: Tensor) -> Tensor:
+        """Gate and up of the first `width` neurons, [N, 2 width], laid out as the module's own."""
+        weight = self.gate_up[expert].t() if self.transposed else self.gate_up[expert]  # [2I, H]
+        bias = None if self.gate_up_bias is None else self.gate_up_bias[expert]
+        if self.interleaved or width == self.width:
+            return linear(x_NH, weight[: 2 * width], None if bias is None else bias[: 2 * width])
+        rows = (slice(0, width), slice(self.width, self.width + width))
+        return torch.cat([linear(x_NH, weight[part], None if bias is None else bias[part]) for part in rows], dim=-1)
+
+
+def gated_ffn(
+    weights: ExpertWeights, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, widths_TK: Tensor
+) -> Tensor:
+    """Every token's chosen experts, each as wide as wanted, weighted and summed.
+
+    Slots of one expert and one width are computed together, on views of the weights. A token's slots are added in
+    their order, so that its sum does not depend on what else is computed. Grouping waits for the device once a call.
+
+    Source: CRISP §3.2.3, §4.2.2.
+
+    Args:
+        weights: the layer's experts.
+        hidden_TH: [T, H] the experts' input.
+        ids_TK: [T, K] integers, the chosen experts.
+        weights_TK: [T, K] float, their routing weights.
+        widths_TK: [T, K] integers from 0 to I: neurons to run; an expert of width 0 is skipped, its bias included.
+
+    Returns:
+        [T, H], dtype of `hidden_TH`.
+
+    Raises:
+        ConfigError: for a width or an expert that cannot be.
+    """
+    tokens, top_k = ids_TK.shape
+    assert weights_TK.shape == widths_TK.shape == ids_TK.shape, "a weight and a width for each slot"
+    groups, slot_S = _groups(ids_TK, widths_TK)
+    sorted_SH = hidden_TH[slot_S // top_k]
+    parts, start = [], 0
+    for expert, width, count in groups:
+        rows_NH = sorted_SH[start : start + count]
+        start += count
+        if not (0 <= expert < weights.num_experts and 0 <= width <= weights.width):
+            raise ConfigError(
+                f"{width} neurons of expert {expert} cannot run: there are {weights.num_experts} experts of "
+                f"{weights.width} neurons"
+            )
+        parts.append(weights.run(expert, width, rows_NH) if width else torch.zeros_like(rows_NH))
+    outputs_SH = torch.cat(parts) if parts else sorted_SH
+    unsorted_S = torch.empty_like(slot_S).scatter_(0, slot_S, torch.arange(len(slot_S), device=slot_S.device))
+    return weighted_sum(outputs_SH[unsorted_S].view(tokens, top_k, hidden_TH.shape[1]), weights_TK).to(hidden_TH.dtype)
+
+
+def weighted_sum(outputs_TKH: Tensor, weights_TK: Tensor) -> Tensor:
+    """The weighted sum over slots, in their order, in float32 or wider; [T, H]."""
+    weighted_TKH = outputs_TKH * weights_TK[..., None]
+    exact = torch.float64 if weighted_TKH.dtype == torch.float64 else torch.float32
+    first_TH, *others = weighted_TKH.unbind(1)
+    total_TH = first_TH.to(exact)
+    for each_TH in others:
+        total_TH = total_TH + each_TH
+    return total_TH
+
+
+def gated_ffn_reference(
+    weights: ExpertWeights, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, widths_TK: Tensor
+) -> Tensor:
+    """The same, one token and one slot at a time: the whole expert runs, and neurons beyond the width are set to zero.
+
+    Args:
+        weights: as for `gated_ffn`, like the other arguments.
+        hidden_TH: as there.
+        ids_TK: as there.
+        weights_TK: as there.
+        widths_TK: as there.
+
+    Returns:
+        [T, H].
+    """
+    total_TH = torch.zeros_like(hidden_TH)
+    for token in range(len(hidden_TH)):
+        for slot in range(ids_TK.shape[1]):
+            expert, width = int(ids_TK[token, slot]), int(widths_TK[token, slot])
+            if width == 0:
+                continue
+            gate_up, down = weights.gate_up[expert], weights.down[expert]
+            if weights.transposed:
+                gate_up, down = gate_up.t(), down.t()
+            both = gate_up @ hidden_TH[token]
+            if weights.gate_up_bias is not None:
+                both = both + weights.gate_up_bias[expert]
+            neurons = weights.gate(both)
+            neurons[width:] = 0
+            output = down @ neurons
+            if weights.down_bias is not None:
+                output = output + weights.down_bias[expert]
+            total_TH[token] += weights_TK[token, slot] * output
+    return total_TH
+
+
+def _groups(ids_TK: Tensor, widths_TK: Tensor) -> tuple[list[tuple[int, int, int]], Tensor]:
+    """(expert, width, slots) of every group, and the slots [S] in the order of groups."""
+    code_S = (ids_TK.to(torch.int64) * _BASE + widths_TK).reshape(-1)
+    sorted_S, slot_S = torch.sort(code_S, stable=True)
+    codes, counts = torch.unique_consecutive(sorted_S, return_counts=True)
+    groups = torch.stack([codes // _BASE, codes % _BASE, counts]).t().tolist()
+    return [(expert, width, count) for expert, width, count in groups], slot_S
