@@ -13,7 +13,7 @@ from coterie.errors import CheckpointError
 from coterie.evaluate.compare import divergence
 from coterie.evaluate.logits import scored_logits
 from coterie.evaluate.text import encode_text
-from coterie.evaluate.windows import sliding_windows
+from coterie.evaluate.windows import Window
 from coterie.models.load import load_model, load_tokenizer
 
 TOLERANCE = 1e-5  # of the largest logit, in float32
@@ -60,12 +60,7 @@ def verify_reordering(source: Path, out: Path) -> Agreement:
 
     def logits(folder: Path, dtype: Any) -> tuple[Any, Any]:
         model = load_model(folder, dtype)
-        parts = [
-            scored_logits(
-                model, torch.tensor(text.ids), list(sliding_windows(len(text.ids), len(text.ids), len(text.ids)))
-            )
-            for text in texts
-        ]
+        parts = [scored_logits(model, torch.tensor(text.ids), [Window(0, len(text.ids), 1)]) for text in texts]
         return torch.cat(parts), model.dtype
 
     expected_RV, _ = logits(source, torch.float32)

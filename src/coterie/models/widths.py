@@ -83,8 +83,8 @@ def require_plan(model: Any, plan: WidthPlan) -> None:
             "profile this model and plan its widths from that"
         )
     current, base = getattr(model.config, ORDER_KEY, None), plan.settings.get(ORDER_KEY)
-    own = order_digest(plan.order_LEI) if base is None else None
-    if current not in (base, own):
+    fits = current == base or (base is None and current == order_digest(plan.order_LEI))
+    if not fits:
         raise ConfigError(
             f"the model's neurons are in the order {current or 'of the original'}, the width plan is for "
             f"{base or 'the original'}; use it with the model that was profiled, or reorder that with the same profile"

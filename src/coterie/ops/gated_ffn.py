@@ -15,7 +15,6 @@ from torch.nn.functional import linear
 
 from coterie.errors import CheckpointError, ConfigError
 
-
 _BASE = 2**32  # above any width, so that a wrong one is seen and not taken for another expert's
 
 

@@ -17,12 +17,21 @@ pytestmark = pytest.mark.needs("transformers")
 @pytest.fixture(scope="module")
 def load(tiny_checkpoint: Any) -> Any:
     """Loads each family's tiny model once; every test leaves it as it was."""
+    import torch
+
     from coterie.models.load import load_model
 
     made: dict[str, Any] = {}
-    return lambda family: made.setdefault(family, None) or made.update(
-        {family: load_model(tiny_checkpoint(family)).requires_grad_(False)}
-    ) or made[family]
+
+    def get(family: str) -> Any:
+        if family not in made:
+            made[family] = load_model(tiny_checkpoint(family)).requires_grad_(False)
+            for name, tensor in made[family].named_parameters():
+                if ".experts." in name and name.endswith("bias"):
+                    torch.nn.init.normal_(tensor)
+        return made[family]
+
+    return get
 
 
 def some_order(model: Any, seed: int = 0) -> np.ndarray:

@@ -252,7 +252,7 @@ def test_widths_see_what_pruning_leaves_and_records_show_it(outside: str, load: 
         contexts = [
             lambda: coterie.apply_widths(model, widths),
             lambda: coterie.prune_destinations(model, p=0.5, topology="4"),
-            lambda: coterie.record(model, tmp_path / "trace.safetensors"),
+            lambda: coterie.record(model, path=tmp_path / "trace.safetensors"),
         ]
         order = contexts if outside == "widths" else contexts[1:] + contexts[:1]
         entered = [stack.enter_context(each()) for each in order]
