@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from coterie.errors import ConfigError
+from coterie.errors import BackendUnavailable, ConfigError, unknown_name
 from coterie.models.backend import import_transformers
 from coterie.models.identity import ORDER_KEY, identity_of, order_digest
 from coterie.models.layers import MoELayer, find_moe_layers
@@ -23,12 +24,13 @@ Widths: TypeAlias = "Callable[[int, Tensor, Tensor], Tensor]"
 """(layer, topk_ids [T, K], topk_weights [T, K]) -> [T, K] integers from 0 to I, the neurons that each slot runs. Layers
 count from 0, weights are the router's own; T is batch x sequence, flattened, padding included."""
 
+KERNELS = {"torch": "coterie.ops.gated_ffn", "triton": "coterie.ops.gated_ffn_triton"}
 _MARK = "_coterie_widths"
 
 
 @contextmanager
 def apply_widths(
-    model: Any, plan: WidthPlan | Widths, *, count: bool | WidthCounter = True
+    model: Any, plan: WidthPlan | Widths, *, count: bool | WidthCounter = True, kernel: str = "torch"
 ) -> Iterator[WidthExecution]:
     """Run only the first neurons of every expert, as many as the plan says, while the block runs the model.
 
@@ -44,16 +46,19 @@ def apply_widths(
         plan: a width plan for these weights; or any function from decisions to widths, for the neurons in the order
             in which they are.
         count: keep the figures that `WidthExecution.stats` gives; a counter sums them up over several blocks.
+        kernel: "torch", the grouped form of `ops.gated_ffn`; or "triton" (experimental), which does not wait for the
+            device and knows the activations of the families in `families.FAMILIES` alone.
 
     Yields:
         The execution.
 
     Raises:
+        BackendUnavailable: when the kernel needs Triton and it is not installed.
         CheckpointError: when the model's MoE layers are not recognised, or their experts are not gated and fused.
-        ConfigError: for a plan of another model or another order, or a block inside another.
+        ConfigError: for a plan of another model or another order, an unknown kernel, or a block inside another.
     """
     import_transformers()
-    layers = find_moe_layers(model)
+    run, layers = _kernel(kernel), find_moe_layers(model)
     if any(hasattr(layer.experts, _MARK) for layer in layers):
         raise ConfigError("widths are applied to this model already; leave the other block first")
     with ExitStack() as stack:
@@ -61,7 +66,7 @@ def apply_widths(
             require_plan(model, plan)
             if getattr(model.config, ORDER_KEY, None) != order_digest(plan.order_LEI):
                 stack.enter_context(reordered(model, plan.order_LEI))
-        execution = WidthExecution(layers, plan, count)
+        execution = WidthExecution(layers, plan, count, run)
         for layer in layers:
             stack.enter_context(_forward(layer, execution))
         yield execution
@@ -94,9 +99,11 @@ def require_plan(model: Any, plan: WidthPlan) -> None:
 class WidthExecution:
     """What `apply_widths` yields: how the experts run inside the block."""
 
-    def __init__(self, layers: Sequence[MoELayer], plan: WidthPlan | Widths, count: bool | WidthCounter) -> None:
-        self._op = importlib.import_module("coterie.ops.gated_ffn")
-        self._weights_L = [self._op.ExpertWeights.of(layer.experts) for layer in layers]
+    def __init__(
+        self, layers: Sequence[MoELayer], plan: WidthPlan | Widths, count: bool | WidthCounter, run: Callable[..., Any]
+    ) -> None:
+        layout = importlib.import_module("coterie.ops.gated_ffn").ExpertWeights
+        self._run, self._weights_L = run, [layout.of(layer.experts) for layer in layers]
         devices = [weights.down.device for weights in self._weights_L]
         if isinstance(plan, WidthPlan):
             tables = importlib.import_module("coterie.ops.widths").WidthTables
@@ -118,7 +125,7 @@ class WidthExecution:
         widths_TK = self._widths_L[layer](layer, ids_TK, weights_TK)
         if self._counter is not None:
             self._counter.add(layer, widths_TK)
-        output: Tensor = self._op.gated_ffn(self._weights_L[layer], hidden_TH, ids_TK, weights_TK, widths_TK)
+        output: Tensor = self._run(self._weights_L[layer], hidden_TH, ids_TK, weights_TK, widths_TK)
         return output
 
     def stats(self) -> WidthStats:
@@ -130,6 +137,17 @@ class WidthExecution:
         if self._counter is None:
             raise ConfigError("nothing was counted: apply_widths was given count=False; leave it out")
         return self._counter.stats()
+
+
+def _kernel(name: str) -> Callable[..., Any]:
+    if name not in KERNELS:
+        raise unknown_name("kernel", name, KERNELS)
+    if name == "triton" and importlib.util.find_spec("triton") is None:
+        raise BackendUnavailable(
+            "kernel='triton' needs triton, which is not installed; run: pip install 'coterie[triton]'"
+        )
+    run: Callable[..., Any] = importlib.import_module(KERNELS[name]).gated_ffn
+    return run
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +11,14 @@ import numpy as np
 import pytest
 
 import coterie
-from coterie.errors import ConfigError
+from coterie.errors import BackendUnavailable, ConfigError
 from coterie.families import FAMILIES
 from coterie.models.identity import ORDER_KEY, identity_of, order_digest
 from coterie.pruning.width_plan import WidthPlan
 
 pytestmark = pytest.mark.needs("transformers")
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton, which reads it then
 
 
 @pytest.fixture(scope="module")
@@ -282,6 +285,34 @@ def test_generation_with_widths(load: Any, tables: Any) -> None:
             with torch.inference_mode():
                 last = model(input_ids=got[:, :length], use_cache=False).logits[:, -1]
             assert last.argmax(-1).equal(got[:, length])
+
+
+@pytest.mark.needs("triton")
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_the_triton_kernel_runs_models_alike(family: str, load: Any) -> None:
+    import torch
+
+    model = load(family)
+
+    def widths(layer: int, ids: Any, weights: Any) -> Any:
+        return (ids + layer) % 3 * (width_of(model) // 3)
+
+    with coterie.apply_widths(model, widths):
+        expected = logits(model)
+    with coterie.apply_widths(model, widths, kernel="triton"):
+        got = logits(model)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_kernels_that_are_not_there(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    with pytest.raises(ConfigError, match="did you mean 'triton'"):
+        coterie.apply_widths(load("mixtral"), uniform(8), kernel="tritn").__enter__()
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else real(name))
+    with pytest.raises(BackendUnavailable, match=r"pip install 'coterie\[triton\]'"):
+        coterie.apply_widths(load("mixtral"), uniform(8), kernel="triton").__enter__()
 
 
 def test_in_bfloat16_it_stays_bfloat16(tiny_checkpoint: Any) -> None:
