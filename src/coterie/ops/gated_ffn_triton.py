@@ -1,6 +1,7 @@
 """The gated feed-forward network of `ops.gated_ffn`, in Triton: grouped by expert, every slot as wide as it wants.
 
-Experimental: checked under Triton's interpreter, not yet on a GPU (`benchmarks/gated_ffn_gpu.py` does both).
+Experimental: right under Triton's interpreter, and it compiles for Ampere and Hopper, but it has not run on a GPU yet;
+`benchmarks/gated_ffn_gpu.py` checks and times it there.
 
 Slots are sorted by expert and, within it, by falling width, and cut into tiles of rows. A tile runs as many neurons as
 its widest row; the others are masked, and since the widths of a tile are neighbours in the sort, little is wasted. The

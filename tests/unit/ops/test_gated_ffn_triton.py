@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -140,3 +143,34 @@ def test_another_activation_is_refused() -> None:
         activation_of(weights)
     with pytest.raises(CheckpointError, match="activation NoneType"):
         activation_of(replace(weights, gate=lambda both: both))
+
+
+_COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from coterie.ops.gated_ffn_triton import _down_kernel, _gate_up_kernel
+
+for kernel, constants in (
+    (_gate_up_kernel, {"KIND": 1, "BIASED": True, "M": 16, "N": 64, "STEP": 32}),
+    (_down_kernel, {"BIASED": False, "M": 64, "N": 64, "STEP": 32}),
+):
+    kinds = {name: "i32" for name in kernel.arg_names} | {name: "constexpr" for name in constants}
+    kinds |= {name: "*bf16" for name in kernel.arg_names if name.endswith("_ptr")}
+    kinds |= {name: "*i32" for name in ("slot_ptr", "width_ptr", "tiles_ptr") if name in kinds}
+    kinds |= {name: "fp32" for name in ("alpha", "limit") if name in kinds}
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    built = triton.compile(ASTSource(kernel, kinds, values), target=GPUTarget("cuda", 90, 32))
+    print(kernel.__name__, len(built.asm["cubin"]))
+"""
+
+
+def test_it_compiles_for_a_gpu(tmp_path: Path) -> None:
+    """To machine code of the H100, which takes no GPU: the interpreter accepts much that the compiler does not."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILE], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["_gate_up_kernel", "_down_kernel"]
