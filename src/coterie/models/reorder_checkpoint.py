@@ -79,10 +79,11 @@ def reorder(
         raise ConfigError(f"{target} is the model's own folder; name a new one, beside it")
     order_LEI = neuron_order(profile, variant)
     digest, held = order_digest(order_LEI), read_config(source / "config.json").get(ORDER_KEY)
-    if held != profile.provenance.get(ORDER_KEY):
+    profiled = profile.provenance.get("neuron_order")  # None: the model was as published
+    if held != profiled:
         raise ConfigError(
             f"{source} has its neurons in the order {held or 'of the original'}, the profile is of the model in the "
-            f"order {profile.provenance.get(ORDER_KEY) or 'of the original'}; reorder the folder that was profiled"
+            f"order {profiled or 'of the original'}; reorder the folder that was profiled"
         )
     with replacing_folder(target, RECORD_FILE) as folder:
         identity, skeleton = identity_of_checkpoint(source)

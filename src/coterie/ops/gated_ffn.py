@@ -17,6 +17,8 @@ from coterie.errors import CheckpointError, ConfigError
 
 _BASE = 2**32  # above any width, so that a wrong one is seen and not taken for another expert's
 
+_READ_ROWS = 16  # reading a neuron's weights takes about as long as computing it for so many rows
+
 
 @dataclass(frozen=True)
 class ExpertWeights:
@@ -83,9 +85,22 @@ class ExpertWeights:
         own += 0 if self.gate_up_bias is None else self.gate_up_bias.numel()
         return own // (self.num_experts * self.width) * self.gate_up.element_size()
 
-    def run(self, expert: int, width: int, x_NH: Tensor) -> Tensor:
-        """The outputs of an expert's first `width` neurons, [N, H], not yet weighted; `width` is at least 1."""
+    def run(self, expert: int, width: int, x_NH: Tensor, width_N: Tensor | None = None) -> Tensor:
+        """The outputs of an expert's first neurons, not yet weighted.
+
+        Args:
+            expert: the expert.
+            width: neurons to compute, at least 1.
+            x_NH: [N, H] its input.
+            width_N: [N] neurons to use for each row, at most `width`; None for all.
+
+        Returns:
+            [N, H].
+        """
         hidden_Nk = self.gate(self._gate_up(expert, width, x_NH))
+        if width_N is not None:
+            beyond_Nk = torch.arange(width, device=width_N.device) >= width_N[:, None]
+            hidden_Nk = hidden_Nk.masked_fill(beyond_Nk, 0)
         bias_H = None if self.down_bias is None else self.down_bias[expert]
         down = self.down[expert]
         return linear(hidden_Nk, down[:width].t() if self.transposed else down[:, :width], bias_H)
@@ -105,8 +120,9 @@ def gated_ffn(
 ) -> Tensor:
     """Every token's chosen experts, each as wide as wanted, weighted and summed.
 
-    Slots of one expert and one width are computed together, on views of the weights. A token's slots are added in
-    their order, so that its sum does not depend on what else is computed. Grouping waits for the device once a call.
+    Slots of one expert and one width are computed together, on views of the weights; few slots join those of the next
+    larger width, with the neurons beyond their own set to zero, where that costs less than reading the weights again. A
+    token's slots are added in their order, whatever else is computed. Grouping waits for the device once a call.
 
     Source: CRISP §3.2.3, §4.2.2.
 
@@ -126,17 +142,22 @@ def gated_ffn(
     tokens, top_k = ids_TK.shape
     assert weights_TK.shape == widths_TK.shape == ids_TK.shape, "a weight and a width for each slot"
     groups, slot_S = _groups(ids_TK, widths_TK)
-    sorted_SH = hidden_TH[slot_S // top_k]
-    parts, start = [], 0
-    for expert, width, count in groups:
-        rows_NH = sorted_SH[start : start + count]
-        start += count
-        if not (0 <= expert < weights.num_experts and 0 <= width <= weights.width):
+    for group in groups:
+        if not (0 <= group.expert < weights.num_experts and 0 <= group.width <= weights.width):
             raise ConfigError(
-                f"{width} neurons of expert {expert} cannot run: there are {weights.num_experts} experts of "
-                f"{weights.width} neurons"
+                f"{group.width} neurons of expert {group.expert} cannot run: there are {weights.num_experts} experts "
+                f"of {weights.width} neurons"
             )
-        parts.append(weights.run(expert, width, rows_NH) if width else torch.zeros_like(rows_NH))
+    sorted_SH, width_S = hidden_TH[slot_S // top_k], widths_TK.reshape(-1)[slot_S]
+    parts, start = [], 0
+    for group in _joined(groups):
+        rows = slice(start, start + group.count)
+        start += group.count
+        if group.width == 0:
+            parts.append(torch.zeros_like(sorted_SH[rows]))
+        else:
+            own_N = width_S[rows] if group.mixed else None
+            parts.append(weights.run(group.expert, group.width, sorted_SH[rows], own_N))
     outputs_SH = torch.cat(parts) if parts else sorted_SH
     unsorted_S = torch.empty_like(slot_S).scatter_(0, slot_S, torch.arange(len(slot_S), device=slot_S.device))
     return weighted_sum(outputs_SH[unsorted_S].view(tokens, top_k, hidden_TH.shape[1]), weights_TK).to(hidden_TH.dtype)
@@ -189,10 +210,36 @@ def gated_ffn_reference(
     return total_TH
 
 
-def _groups(ids_TK: Tensor, widths_TK: Tensor) -> tuple[list[tuple[int, int, int]], Tensor]:
-    """(expert, width, slots) of every group, and the slots [S] in the order of groups."""
+@dataclass(frozen=True)
+class _Group:
+    """Consecutive slots of one expert: the width to compute, how many they are, whether some want less."""
+
+    expert: int
+    width: int
+    count: int
+    mixed: bool = False
+
+
+def _groups(ids_TK: Tensor, widths_TK: Tensor) -> tuple[list[_Group], Tensor]:
+    """A group for every expert and width, by rising expert and width; and the slots [S] in this order."""
     code_S = (ids_TK.to(torch.int64) * _BASE + widths_TK).reshape(-1)
     sorted_S, slot_S = torch.sort(code_S, stable=True)
     codes, counts = torch.unique_consecutive(sorted_S, return_counts=True)
-    groups = torch.stack([codes // _BASE, codes % _BASE, counts]).t().tolist()
-    return [(expert, width, count) for expert, width, count in groups], slot_S
+    rows = torch.stack([codes // _BASE, codes % _BASE, counts]).t().tolist()
+    return [_Group(*row) for row in rows], slot_S
+
+
+def _joined(groups: list[_Group]) -> list[_Group]:
+    """The groups, small ones joined to the next wider of their expert, in the same order of slots."""
+    joined: list[_Group] = []
+    for group in reversed(groups):
+        wider = joined[-1] if joined else None
+        if (
+            wider is not None
+            and wider.expert == group.expert
+            and group.count * (wider.width - group.width) <= _READ_ROWS * group.width
+        ):
+            joined[-1] = _Group(wider.expert, wider.width, wider.count + group.count, True)
+        else:
+            joined.append(group)
+    return joined[::-1]

@@ -198,7 +198,7 @@ def test_a_profile_of_the_reordered_copy_reorders_that(load: Any, tiny_checkpoin
     from coterie.models.load import load_model
 
     first = coterie.reorder(tiny_checkpoint("qwen3_moe"), profile_of(load("qwen3_moe")), tmp_path / "one")
-    profile = profile_of(load_model(tmp_path / "one"), provenance={ORDER_KEY: first.digest})
+    profile = profile_of(load_model(tmp_path / "one"), provenance={"neuron_order": first.digest})
     coterie.reorder(tmp_path / "one", profile, tmp_path / "two")
     with pytest.raises(ConfigError, match="in the order of the original, the profile is of the model in the order"):
         coterie.reorder(tiny_checkpoint("qwen3_moe"), profile, tmp_path / "three")

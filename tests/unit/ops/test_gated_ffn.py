@@ -117,6 +117,30 @@ def test_a_token_s_sum_goes_by_its_slots_whatever_else_runs(experts_of: Any) -> 
     assert weighted_sum(outputs.double(), weights.double()).flatten().tolist() == [1.0, 1.0]
 
 
+def test_small_groups_join_wider_ones_of_their_expert() -> None:
+    from coterie.ops.gated_ffn import _Group, _joined
+
+    assert _joined([_Group(0, 16, 2), _Group(0, 48, 1), _Group(1, 16, 2)]) == [_Group(0, 48, 3, True), _Group(1, 16, 2)]
+    assert _joined([_Group(0, 16, 9), _Group(0, 48, 1)]) == [_Group(0, 16, 9), _Group(0, 48, 1)]
+    assert _joined([_Group(0, 0, 1), _Group(0, 48, 1)]) == [_Group(0, 0, 1), _Group(0, 48, 1)]
+    assert _joined([]) == []
+
+
+def test_groups_that_are_not_joined_compute_the_same(experts_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from coterie.ops import gated_ffn
+
+    parts = parts_of(experts_of("gpt_oss"))
+    hidden, ids, weights = decisions(experts_of("gpt_oss"), 40)
+    widths = torch.randint(0, 49, ids.shape, generator=torch.Generator().manual_seed(2))
+    got = []
+    for rows in (0, 10**6):
+        monkeypatch.setattr(gated_ffn, "_READ_ROWS", rows)
+        got.append(gated_ffn.gated_ffn(parts, hidden, ids, weights, widths))
+    torch.testing.assert_close(*got, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_weights_are_views(family: str, experts_of: Any) -> None:
     experts = experts_of(family)
