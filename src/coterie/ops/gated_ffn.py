@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from coterie.errors import CheckpointError, ConfigError
 
 _BASE = 2**32  # above any width, so that a wrong one is seen and not taken for another expert's
 
 _READ_ROWS = 16  # reading a neuron's weights takes about as long as computing it for so many rows
+_CALL_TERMS = 2**18  # starting a group's matrix products, about as long as so many rows x neurons x hidden size
 
 
 @dataclass(frozen=True)
@@ -150,14 +151,17 @@ def gated_ffn(
             )
     sorted_SH, width_S = hidden_TH[slot_S // top_k], widths_TK.reshape(-1)[slot_S]
     parts, start = [], 0
-    for group in _joined(groups):
+    for group in _joined(groups, _CALL_TERMS // hidden_TH.shape[1]):
         rows = slice(start, start + group.count)
         start += group.count
         if group.width == 0:
             parts.append(torch.zeros_like(sorted_SH[rows]))
         else:
             own_N = width_S[rows] if group.mixed else None
-            parts.append(weights.run(group.expert, group.width, sorted_SH[rows], own_N))
+            x_NH, extra = sorted_SH[rows], _padding(group.count, hidden_TH)
+            if extra:
+                x_NH, own_N = pad(x_NH, (0, 0, 0, extra)), None if own_N is None else pad(own_N, (0, extra))
+            parts.append(weights.run(group.expert, group.width, x_NH, own_N)[: group.count])
     outputs_SH = torch.cat(parts) if parts else sorted_SH
     unsorted_S = torch.empty_like(slot_S).scatter_(0, slot_S, torch.arange(len(slot_S), device=slot_S.device))
     return weighted_sum(outputs_SH[unsorted_S].view(tokens, top_k, hidden_TH.shape[1]), weights_TK).to(hidden_TH.dtype)
@@ -229,15 +233,28 @@ def _groups(ids_TK: Tensor, widths_TK: Tensor) -> tuple[list[_Group], Tensor]:
     return [_Group(*row) for row in rows], slot_S
 
 
-def _joined(groups: list[_Group]) -> list[_Group]:
-    """The groups, small ones joined to the next wider of their expert, in the same order of slots."""
+def _padding(count: int, like: Tensor) -> int:
+    """Rows to add to a product: on CPUs every new number of rows in bf16 or float16 costs milliseconds once."""
+    if like.device.type != "cpu" or like.dtype not in (torch.bfloat16, torch.float16) or count <= 8:
+        return 0
+    return -count % (16 if count < 64 else 64)
+
+
+def _joined(groups: list[_Group], call_rows: int = 0) -> list[_Group]:
+    """The groups, small ones joined to the next wider of their expert, in the same order of slots.
+
+    Args:
+        groups: by rising expert and width.
+        call_rows: what a group costs by itself, in rows x neurons.
+    """
     joined: list[_Group] = []
     for group in reversed(groups):
         wider = joined[-1] if joined else None
         if (
             wider is not None
             and wider.expert == group.expert
-            and group.count * (wider.width - group.width) <= _READ_ROWS * group.width
+            and group.width > 0
+            and group.count * (wider.width - group.width) <= _READ_ROWS * group.width + call_rows
         ):
             joined[-1] = _Group(wider.expert, wider.width, wider.count + group.count, True)
         else:

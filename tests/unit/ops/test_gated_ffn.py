@@ -123,7 +123,25 @@ def test_small_groups_join_wider_ones_of_their_expert() -> None:
     assert _joined([_Group(0, 16, 2), _Group(0, 48, 1), _Group(1, 16, 2)]) == [_Group(0, 48, 3, True), _Group(1, 16, 2)]
     assert _joined([_Group(0, 16, 9), _Group(0, 48, 1)]) == [_Group(0, 16, 9), _Group(0, 48, 1)]
     assert _joined([_Group(0, 0, 1), _Group(0, 48, 1)]) == [_Group(0, 0, 1), _Group(0, 48, 1)]
+    assert _joined([_Group(0, 0, 1), _Group(0, 48, 1)], 10**6) == [_Group(0, 0, 1), _Group(0, 48, 1)]
+    assert _joined([_Group(0, 16, 9), _Group(0, 48, 1)], 32) == [_Group(0, 48, 10, True)]
     assert _joined([]) == []
+
+
+def test_padded_rows_change_nothing(experts_of: Any) -> None:
+    """In bf16 on a CPU, for every number of rows about the steps of padding."""
+    import torch
+
+    from coterie.ops.gated_ffn import ExpertWeights, gated_ffn, gated_ffn_reference
+
+    whole = parts_of(experts_of("qwen3_moe"))
+    parts = ExpertWeights(whole.gate_up.bfloat16(), whole.down.bfloat16(), None, None, False, False, whole.gate)
+    for tokens in (8, 9, 17, 63, 64, 65, 130):
+        hidden, ids, weights = decisions(experts_of("qwen3_moe"), tokens, 1)
+        given = (torch.zeros_like(ids), weights, (torch.arange(tokens) % 3 * 8)[:, None])
+        got = gated_ffn(parts, hidden.bfloat16(), *given)
+        expected = gated_ffn_reference(whole, hidden, *given)
+        torch.testing.assert_close(got.double(), expected, rtol=0.03, atol=0.03 * float(expected.abs().max()))
 
 
 def test_groups_that_are_not_joined_compute_the_same(experts_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +155,7 @@ def test_groups_that_are_not_joined_compute_the_same(experts_of: Any, monkeypatc
     got = []
     for rows in (0, 10**6):
         monkeypatch.setattr(gated_ffn, "_READ_ROWS", rows)
+        monkeypatch.setattr(gated_ffn, "_CALL_TERMS", rows)
         got.append(gated_ffn.gated_ffn(parts, hidden, ids, weights, widths))
     torch.testing.assert_close(*got, rtol=1e-12, atol=1e-12)
 
