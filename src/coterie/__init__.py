@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from coterie.errors import CoterieError as CoterieError
     from coterie.models.prune import prune_destinations as prune_destinations
     from coterie.models.record import record as record
+    from coterie.models.reorder_checkpoint import reorder as reorder
+    from coterie.models.widths import apply_widths as apply_widths
     from coterie.placement.placement import Placement as Placement
     from coterie.spec import MoESpec as MoESpec
     from coterie.topology import Topology as Topology
@@ -27,8 +29,10 @@ _HOME = {
     "RoutingTrace": "coterie.trace.routing_trace",
     "Topology": "coterie.topology",
     "profile_model": "coterie.calibration.profile",
+    "apply_widths": "coterie.models.widths",
     "prune_destinations": "coterie.models.prune",
     "record": "coterie.models.record",
+    "reorder": "coterie.models.reorder_checkpoint",
 }
 __all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604 - all strings
 

@@ -10,6 +10,7 @@ import typer
 import coterie
 from coterie.cli import demo, evaluate, export, place, profile, record, trace_prune
 from coterie.cli.model_info import model_info
+from coterie.cli.reorder import reorder
 from coterie.cli.trace_import import trace_import
 from coterie.cli.trace_info import trace_info
 from coterie.cli.trace_synthesize import trace_synthesize
@@ -55,6 +56,7 @@ app.command("record")(record.record)
 app.command("profile")(profile.profile)
 app.command("export")(export.export)
 app.command("validate")(export.validate)
+app.command("reorder")(reorder)
 app.command("eval")(evaluate.evaluate_model)
 trace.command("import")(trace_import)
 trace.command("info")(trace_info)
