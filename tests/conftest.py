@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 from coterie.placement.problem import LayerProblem, build_problem
+from coterie.profile.model_profile import ModelProfile
 from coterie.spec import MoESpec
 from coterie.topology import Topology
 from coterie.trace.routing_trace import RoutingTrace
@@ -87,6 +88,48 @@ def make_problem(make_trace: MakeTrace) -> MakeProblem:
     def make(topology: str | Topology = "4", keep_groups: bool = False, **trace: Any) -> LayerProblem:
         parsed = Topology.parse(topology) if isinstance(topology, str) else topology
         return build_problem(make_trace(**{"layers": 1, **trace}), 0, parsed, keep_groups=keep_groups)
+
+    return make
+
+
+class MakeProfile(Protocol):
+    """See `make_profile`."""
+
+    def __call__(
+        self, layers: int = 2, experts: int = 8, top_k: int = 2, width: int = 64, *, tokens: int = 800, seed: int = 0,
+        **fields: Any,
+    ) -> ModelProfile: ...  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def make_profile() -> MakeProfile:
+    """Makes profiles with skewed pairs, as a model's would be; all tokens are in the sample. Further fields replace."""
+
+    def make(
+        layers: int = 2, experts: int = 8, top_k: int = 2, width: int = 64, *, tokens: int = 800, seed: int = 0,
+        **fields: Any,
+    ) -> ModelProfile:  # fmt: skip
+        rng = np.random.default_rng([seed, layers, experts, top_k, width])
+        logit_LTE = rng.normal(0, 1, (layers, 1, experts)) + rng.gumbel(size=(layers, tokens, experts))
+        ids_LTK = np.argsort(-logit_LTE, axis=2)[:, :, :top_k]
+        weights_LTK = np.exp(np.take_along_axis(logit_LTE, ids_LTK, 2))
+        weights_LTK = (weights_LTK / weights_LTK.sum(2, keepdims=True)).astype(np.float32)
+        load_LE = np.stack([np.bincount(ids.ravel(), minlength=experts) for ids in ids_LTK])
+        pairs_LEE = np.zeros((layers, experts, experts), dtype=np.int64)
+        for slot in range(1, top_k):
+            for layer in range(layers):
+                np.add.at(pairs_LEE[layer], (ids_LTK[layer, :, 0], ids_LTK[layer, :, slot]), 1)
+        pairs_LEE += pairs_LEE.transpose(0, 2, 1)
+        spread_LEI = rng.lognormal(0, 1, (layers, experts, width)).astype(np.float32)
+        dominance_LEE = rng.random((layers, experts, experts)).astype(np.float32)
+        values: dict[str, Any] = {
+            "spec": MoESpec("toy", layers, experts, top_k), "identity": "0123456789abcdef", "width": width,
+            "num_tokens": tokens, "load_LE": load_LE.astype(np.int64), "pairs_LEE": pairs_LEE,
+            "importance": {"mean_abs": spread_LEI, "mean_abs_down": spread_LEI[:, :, ::-1].copy()},
+            "dominance": {"fisher": np.where(pairs_LEE > 0, dominance_LEE, np.float32(np.nan))},
+            "sample_ids_LSK": ids_LTK, "sample_weights_LSK": weights_LTK, "provenance": {"model": "toy"},
+        }  # fmt: skip
+        return ModelProfile(**{**values, **fields})
 
     return make
 

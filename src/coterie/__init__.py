@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from coterie.models.prune import prune_destinations as prune_destinations
     from coterie.models.record import record as record
     from coterie.placement.placement import Placement as Placement
+    from coterie.pruning.width_planning import plan_widths as plan_widths
     from coterie.spec import MoESpec as MoESpec
     from coterie.topology import Topology as Topology
     from coterie.trace.routing_trace import RoutingTrace as RoutingTrace
@@ -25,6 +26,7 @@ _HOME = {
     "Placement": "coterie.placement.placement",
     "RoutingTrace": "coterie.trace.routing_trace",
     "Topology": "coterie.topology",
+    "plan_widths": "coterie.pruning.width_planning",
     "prune_destinations": "coterie.models.prune",
     "record": "coterie.models.record",
 }

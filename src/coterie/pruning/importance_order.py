@@ -1,0 +1,67 @@
+"""The order in which an expert's neurons stand, most important first, and what each is worth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.errors import ConfigError, unknown_name
+from coterie.profile.model_profile import ModelProfile
+
+PREFERRED = ("mean_abs_down", "mean_abs")
+
+
+@dataclass(frozen=True)
+class NeuronOrder:
+    """Neurons by falling importance.
+
+    Attributes:
+        variant: of importance.
+        order_LEI: [L, E, I] uint16 (uint32 for wider experts): neuron r of the reordered expert is neuron order[r] of
+            the profiled one; of equally important ones the lower comes first.
+        value_LEI: [L, E, I] float32, falling: importance divided by its layer's mean.
+        unseen: experts that no token of the profile chose.
+    """
+
+    variant: str
+    order_LEI: NDArray[np.integer[Any]]
+    value_LEI: NDArray[np.float32]
+    unseen: int
+
+
+def neuron_order(profile: ModelProfile, variant: str | None = None) -> NeuronOrder:
+    """The order of neurons by a profile's importance.
+
+    Nothing is known of an expert that no token chose: its neurons stay in order, and are worth what those at the same
+    rank of the layer's other experts are worth on average.
+
+    Source: CRISP §3.2.2; dividing by the layer's mean, so that one threshold serves all layers, goes beyond it.
+
+    Args:
+        profile: of a model.
+        variant: a name in `profile.importance`; None: mean_abs_down where there is one, else mean_abs.
+
+    Raises:
+        ConfigError: when the profile has no such variant, or none at all.
+    """
+    known = profile.importance
+    if variant is not None and variant not in known:
+        raise unknown_name("variant of importance in this profile", variant, known)
+    name = variant or next((name for name in PREFERRED if name in known), next(iter(known), None))
+    if name is None:
+        raise ConfigError("the profile holds no importance of neurons; make it again with coterie profile")
+    importance_LEI = known[name].astype(np.float64)
+    order_LEI = np.argsort(-importance_LEI, axis=2, kind="stable")
+    falling_LEI = np.take_along_axis(importance_LEI, order_LEI, 2)
+    value_LEI = np.ones_like(falling_LEI)
+    seen_LE = profile.load_LE > 0
+    for layer, seen_E in enumerate(seen_LE):
+        mean = falling_LEI[layer, seen_E].mean() if seen_E.any() else 0.0
+        if mean > 0:
+            value_LEI[layer, seen_E] = falling_LEI[layer, seen_E] / mean
+            value_LEI[layer, ~seen_E] = value_LEI[layer, seen_E].mean(0)
+    index = np.uint16 if profile.width <= 2**16 else np.uint32
+    return NeuronOrder(name, order_LEI.astype(index), value_LEI.astype(np.float32), int((~seen_LE).sum()))
