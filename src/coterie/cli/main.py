@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import coterie
-from coterie.cli import demo, evaluate, export, place, record, trace_prune
+from coterie.cli import demo, evaluate, export, place, record, trace_prune, widths
 from coterie.cli.model_info import model_info
 from coterie.cli.trace_import import trace_import
 from coterie.cli.trace_info import trace_info
@@ -51,6 +51,7 @@ def _options(
 app.command("demo")(demo.demo)
 app.command("compare")(place.compare)
 app.command("place")(place.place)
+app.command("widths")(widths.widths)
 app.command("record")(record.record)
 app.command("export")(export.export)
 app.command("validate")(export.validate)

@@ -16,6 +16,7 @@ from coterie.pruning.width_plan import WidthPlan
 from coterie.pruning.width_tables import POLICIES, check_plan, default_step
 
 ORDER_KEY = "coterie_neuron_order"  # of `models/identity.py`, which modules that work without a model do not import
+PROFILED_ORDER = "neuron_order"  # what a profile's provenance calls the order its model was in; None: its original
 _THRESHOLDS = {  # what a threshold means, for messages
     "value": "of weight x importance, e.g. 0.1",
     "by-weight": "the share of a token's largest weight that brings full width, e.g. 1",
@@ -105,7 +106,7 @@ def _expected(plan: WidthPlan, profile: ModelProfile) -> dict[str, Any]:
 def _about(profile: ModelProfile) -> dict[str, Any]:
     """The profile's origin, and the order the profiled model was in, unless its original: ours is relative to it."""
     about: dict[str, Any] = {"profile": {**profile.provenance, "tokens": profile.num_tokens}}
-    return about | ({ORDER_KEY: order} if (order := profile.provenance.get(ORDER_KEY)) else {})
+    return about | ({ORDER_KEY: order} if (order := profile.provenance.get(PROFILED_ORDER)) else {})
 
 
 def _check_asked(policy: str, threshold: float | None, share: float | None) -> None:

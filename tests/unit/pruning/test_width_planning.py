@@ -73,7 +73,7 @@ def test_an_order_that_was_profiled_is_passed_on(make_profile: Any) -> None:
     from coterie.models.identity import ORDER_KEY
 
     assert ORDER_KEY not in plan_widths(make_profile(), "crisp").settings
-    profile = make_profile(provenance={ORDER_KEY: "abc"})
+    profile = make_profile(provenance={"neuron_order": "abc"})
     assert plan_widths(profile, "crisp").settings[ORDER_KEY] == "abc"
 
 
@@ -86,9 +86,8 @@ def test_steps(width: int, step: int) -> None:
 
 def test_tables_are_small(make_profile: Any) -> None:
     """Under 2 MB at Mixtral-8x7B's shape, whatever the policy."""
-    small = make_profile(32, 8, 2, 64, tokens=50)
-    importance_LEI = np.random.default_rng(0).random((32, 8, 14336), dtype=np.float32)
-    profile = replace(small, width=14336, importance={"mean_abs": importance_LEI})
+    profile = make_profile(32, 8, 2, 1024, tokens=50)  # 64 steps, as Mixtral's 14,336 neurons have
+    assert 1024 // default_step(1024) == 14336 // default_step(14336) == 64
     for policy in POLICIES:
         plan = plan_widths(profile, policy, bytes=0.9)
         assert metadata_bytes(plan) == sum(table.nbytes for table in plan.tables.values()) < 100_000
