@@ -12,6 +12,7 @@ from coterie.errors import ConfigError, unknown_name
 from coterie.profile.model_profile import ModelProfile
 
 PREFERRED = ("mean_abs_down", "mean_abs")
+SQUARED = ("first_order",)  # means of squares: their root goes with the routing weight as the others do
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class NeuronOrder:
         variant: of importance.
         order_LEI: [L, E, I] uint16 (uint32 for wider experts): neuron r of the reordered expert is neuron order[r] of
             the profiled one; of equally important ones the lower comes first.
-        value_LEI: [L, E, I] float32, falling: importance divided by its layer's mean.
+        value_LEI: [L, E, I] float32, falling: importance (the root of a mean square) divided by its layer's mean.
         unseen: experts that no token of the profile chose.
     """
 
@@ -56,6 +57,7 @@ def neuron_order(profile: ModelProfile, variant: str | None = None) -> NeuronOrd
     importance_LEI = known[name].astype(np.float64)
     order_LEI = np.argsort(-importance_LEI, axis=2, kind="stable")
     falling_LEI = np.take_along_axis(importance_LEI, order_LEI, 2)
+    falling_LEI = np.sqrt(falling_LEI) if name in SQUARED else falling_LEI
     value_LEI = np.ones_like(falling_LEI)
     seen_LE = profile.load_LE > 0
     for layer, seen_E in enumerate(seen_LE):

@@ -69,6 +69,18 @@ def test_the_order_is_by_falling_importance(make_profile: Any) -> None:
         assert (np.diff(falling_LEI, axis=2) <= 0).all()
 
 
+def test_squares_are_brought_to_the_unit_of_the_others(make_profile: Any) -> None:
+    """A threshold is compared with weight x value, so a value must not be a square."""
+    profile = make_profile()
+    root_LEI = profile.importance["mean_abs"]
+    squared = replace(profile, importance={"first_order": root_LEI**2})
+    plain, rooted = (
+        plan_widths(each, "value", bytes=0.5) for each in (replace(profile, importance={"rms": root_LEI}), squared)
+    )
+    assert np.array_equal(plain.order_LEI, rooted.order_LEI)
+    assert np.allclose(plain.tables["value_LES"], rooted.tables["value_LES"], rtol=1e-5)
+
+
 def test_an_order_that_was_profiled_is_passed_on(make_profile: Any) -> None:
     from coterie.models.identity import ORDER_KEY
 
