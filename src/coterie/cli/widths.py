@@ -42,6 +42,7 @@ def widths(
         str | None, typer.Option(help='For value: what hot, warm and cold bytes cost, e.g. "1,1.5,2".')
     ] = None,
     variant: Annotated[str | None, typer.Option(help="Which importance of neurons; the best one there.")] = None,
+    layers: Annotated[str | None, typer.Option(help="For value: how layers compare, by loss or equal.")] = None,
     dominance: Annotated[str | None, typer.Option(help="What tells who dominates; the best one there.")] = None,
     step: Annotated[int | None, typer.Option(help="Widths are multiples of so many neurons.")] = None,
     model: Annotated[
@@ -66,8 +67,8 @@ def widths(
     options: dict[str, Any] = {
         "alpha": parse_fraction(alpha), "beta": parse_fraction(beta), "warm_aux": parse_fraction(warm_aux),
         "cold_aux": parse_fraction(cold_aux), "role_widths": _pairs(role_widths), "gamma": gamma,
-        "prices": None if prices is None else _numbers(prices, "--prices"), "variant": variant, "dominance": dominance,
-        "step": step,
+        "prices": None if prices is None else _numbers(prices, "--prices"), "variant": variant,
+        "layers": layers, "dominance": dominance, "step": step,
     }  # fmt: skip
     with replacing(out) as temporary, warnings_as_notes(), progress() as listen:  # a place to write to, before the work
         # by name: this module is read by every verb, and the profile's reader only by this one

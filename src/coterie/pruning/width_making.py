@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from coterie.errors import BudgetError
 from coterie.profile.model_profile import ModelProfile
-from coterie.pruning.importance_order import neuron_order
+from coterie.pruning.importance_order import NeuronOrder
 from coterie.pruning.roles import Roles, roles
 from coterie.pruning.tier_settings import TierSettings
 from coterie.pruning.tiers import TIERS, tier_shares, tiers_from, uses_before
@@ -30,10 +30,10 @@ class PlanMaker:
     """
 
     def __init__(
-        self, profile: ModelProfile, policy: str, tiers: TierSettings, gamma: float, variant: str | None, step: int
+        self, profile: ModelProfile, policy: str, tiers: TierSettings, gamma: float, step: int, order: NeuronOrder
     ) -> None:
         self.profile, self.policy, self.tiers, self.gamma, self.step = profile, policy, tiers, gamma, step
-        self.order = neuron_order(profile, variant)
+        self.order = order
         self._roles: Roles | None = None
         self._fixed: Tables = {"step": np.array(step, dtype=np.int32)}
         if policy in TIERED or tiers.prices is not None:
@@ -104,6 +104,8 @@ class PlanMaker:
     def describe(self, strength: float) -> dict[str, Any]:
         """What the plan of a strength is made from, ready for JSON."""
         told: dict[str, Any] = {"variant": self.order.variant, "unseen_experts": self.order.unseen, "step": self.step}
+        if self.policy == "value":
+            told |= {"layers": self.order.layers, "layer_scale": self.order.scale_L.tolist()}
         if self.policy == "uniform":
             told["width"] = self._uniform(1 - strength)
         elif self.policy not in TIERED:

@@ -9,6 +9,7 @@ from typing import Any
 
 from coterie.errors import ConfigError, unknown_name
 from coterie.profile.model_profile import ModelProfile
+from coterie.pruning.importance_order import neuron_order
 from coterie.pruning.tier_settings import TierSettings
 from coterie.pruning.width_budget import byte_share, weakest_within
 from coterie.pruning.width_making import TIERED, PlanMaker
@@ -39,6 +40,7 @@ def plan_widths(
     gamma: float = 0.7,
     prices: Sequence[float] | None = None,
     variant: str | None = None,
+    layers: str | None = None,
     dominance: str | None = None,
     step: int | None = None,
 ) -> WidthPlan:
@@ -64,6 +66,7 @@ def plan_widths(
         gamma: exponent of `by-weight`.
         prices: for `value`, what the bytes of a hot, a warm and a cold combination cost, e.g. (1, 1.5, 2).
         variant: of importance, a name in the profile; None: the best one there.
+        layers: for `value`, how layers compare: "loss" (by gradients) or "equal"; None: loss where it can be told.
         dominance: who tells dominance, a name in the profile; None: the best one there.
         step: widths are multiples of so many neurons; None: see `default_step`.
 
@@ -77,7 +80,10 @@ def plan_widths(
     settings = TierSettings(alpha, beta, warm_aux, cold_aux, role_widths, prices, dominance)
     _check_asked(policy, threshold, bytes)
     _check_used(profile, policy, settings, gamma, step)
-    maker = PlanMaker(profile, policy, settings, gamma, variant, step or default_step(profile.width))
+    if layers is not None and policy != "value":
+        raise ConfigError(f"layers belongs to the policy value, not to {policy}; leave it out")
+    order = neuron_order(profile, variant, layers)
+    maker = PlanMaker(profile, policy, settings, gamma, step or default_step(profile.width), order)
     if policy == "uniform":
         strength = 1 - float(bytes or 0)
     elif bytes is not None:

@@ -74,11 +74,24 @@ def test_squares_are_brought_to_the_unit_of_the_others(make_profile: Any) -> Non
     profile = make_profile()
     root_LEI = profile.importance["mean_abs"]
     squared = replace(profile, importance={"first_order": root_LEI**2})
-    plain, rooted = (
-        plan_widths(each, "value", bytes=0.5) for each in (replace(profile, importance={"rms": root_LEI}), squared)
-    )
+    plain = plan_widths(replace(profile, importance={"rms": root_LEI}), "value", bytes=0.5)
+    rooted = plan_widths(squared, "value", bytes=0.5, layers="equal")
     assert np.array_equal(plain.order_LEI, rooted.order_LEI)
     assert np.allclose(plain.tables["value_LES"], rooted.tables["value_LES"], rtol=1e-5)
+
+
+def test_layers_compare_by_what_their_neurons_change(make_profile: Any) -> None:
+    profile = make_profile()
+    change_LEI = np.ones((2, 8, 64), np.float32) * np.array([[[1.0]], [[9.0]]], np.float32)
+    with_loss = replace(profile, importance={**profile.importance, "first_order": change_LEI})
+    equal = plan_widths(with_loss, "value", bytes=0.5, layers="equal")
+    by_loss = plan_widths(with_loss, "value", bytes=0.5)
+    assert (equal.settings["layers"], by_loss.settings["layers"]) == ("equal", "loss")
+    assert by_loss.settings["layer_scale"] == [0.5, 1.5]  # roots 1 and 3, by their mean
+    ratio_L = (by_loss.tables["value_LES"] / equal.tables["value_LES"]).mean((1, 2))
+    assert ratio_L == pytest.approx([0.5, 1.5])
+    assert by_loss.settings["expected_bytes_by_layer"][0] < 0.5 < by_loss.settings["expected_bytes_by_layer"][1]
+    assert plan_widths(profile, "value", bytes=0.5).settings["layers"] == "equal"
 
 
 def test_an_order_that_was_profiled_is_passed_on(make_profile: Any) -> None:
@@ -132,6 +145,9 @@ def test_tables_are_small(make_profile: Any) -> None:
         ("value", {"threshold": 0.1, "prices": (1, 2)}, "prices 1, 2 are not three positive numbers"),
         ("value", {"threshold": 0.1, "warm_aux": 0.25}, "warm-aux belongs to the policies crisp and symmetric"),
         ("value", {"threshold": 0.1, "alpha": 0.5}, "alpha belongs to the policies crisp and symmetric"),
+        ("value", {"threshold": 0.1, "layers": "los"}, "did you mean 'loss'"),
+        ("value", {"threshold": 0.1, "layers": "loss"}, "profile with gradients, or say equal"),
+        ("skip", {"threshold": 0.1, "layers": "equal"}, "layers belongs to the policy value"),
         ("by-weight", {"threshold": 0.1, "gamma": 0}, "gamma 0 is not positive"),
         ("value", {"threshold": 0.1, "gamma": 2}, "gamma belongs to the policy by-weight"),
     ],
