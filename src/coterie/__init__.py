@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from coterie.models.reorder_checkpoint import reorder as reorder
     from coterie.models.widths import apply_widths as apply_widths
     from coterie.placement.placement import Placement as Placement
+    from coterie.pruning.width_planning import plan_widths as plan_widths
     from coterie.spec import MoESpec as MoESpec
     from coterie.topology import Topology as Topology
     from coterie.trace.routing_trace import RoutingTrace as RoutingTrace
@@ -30,6 +31,7 @@ _HOME = {
     "Topology": "coterie.topology",
     "profile_model": "coterie.calibration.profile",
     "apply_widths": "coterie.models.widths",
+    "plan_widths": "coterie.pruning.width_planning",
     "prune_destinations": "coterie.models.prune",
     "record": "coterie.models.record",
     "reorder": "coterie.models.reorder_checkpoint",

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import coterie
-from coterie.cli import demo, evaluate, export, place, profile, record, trace_prune
+from coterie.cli import demo, evaluate, export, place, profile, record, trace_prune, widths
 from coterie.cli.model_info import model_info
 from coterie.cli.reorder import reorder
 from coterie.cli.trace_import import trace_import
@@ -52,6 +52,7 @@ def _options(
 app.command("demo")(demo.demo)
 app.command("compare")(place.compare)
 app.command("place")(place.place)
+app.command("widths")(widths.widths)
 app.command("record")(record.record)
 app.command("profile")(profile.profile)
 app.command("export")(export.export)
