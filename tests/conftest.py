@@ -20,7 +20,7 @@ from coterie.spec import MoESpec
 from coterie.topology import Topology
 from coterie.trace.routing_trace import RoutingTrace
 
-_EXTRAS = {"transformers": "models", "lm_eval": "eval", "triton": "triton"}
+_EXTRAS = {"plotly": "report", "transformers": "models", "lm_eval": "eval", "triton": "triton"}
 
 settings.register_profile("coterie", deadline=None, derandomize=True)
 settings.load_profile("coterie")

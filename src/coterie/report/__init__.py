@@ -1,0 +1,1 @@
+"""What people look at: one page with tables and figures that needs no network."""
