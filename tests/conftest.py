@@ -7,6 +7,7 @@ import importlib.util
 import os
 from pathlib import Path
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -83,11 +84,13 @@ class MakeProblem(Protocol):
 
 @pytest.fixture(scope="session")
 def make_problem(make_trace: MakeTrace) -> MakeProblem:
-    """Makes the placement problem of the one layer of a `make_trace`, on a topology."""
+    """Makes the placement problem of the one layer of a `make_trace`, on a topology; windows of 256 tokens or more."""
 
     def make(topology: str | Topology = "4", keep_groups: bool = False, **trace: Any) -> LayerProblem:
         parsed = Topology.parse(topology) if isinstance(topology, str) else topology
-        return build_problem(make_trace(**{"layers": 1, **trace}), 0, parsed, keep_groups=keep_groups)
+        made = make_trace(**{"layers": 1, **trace})
+        with patch("coterie.placement.problem.WINDOW_TOKENS", 256):
+            return build_problem(made, 0, parsed, keep_groups=keep_groups)
 
     return make
 
