@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import BudgetError
+from coterie.errors import BudgetError, ConfigError
 from coterie.policies import kernels
 from coterie.policies.eviction import CacheShape, EvictionPolicy
 
@@ -43,7 +43,7 @@ class ExpertCache:
 
     def __init__(self, shape: CacheShape, budget_blocks: int, policy: EvictionPolicy) -> None:
         if policy.shape != shape:
-            raise BudgetError(f"the policy is for {policy.shape}, the cache for {shape}; make both from one shape")
+            raise ConfigError(f"the policy is for {policy.shape}, the cache for {shape}; make both from one shape")
         if budget_blocks < 1:
             raise BudgetError(f"a budget of {budget_blocks} blocks holds nothing; give at least one token's experts")
         self.shape, self.policy = shape, policy
@@ -128,10 +128,9 @@ class ExpertCache:
     def _need_of(self, ids_N: NDArray[Any], blocks_N: NDArray[Any] | None) -> NDArray[np.int32]:
         ids = np.asarray(ids_N)
         blocks = np.full(ids.size, self.shape.blocks) if blocks_N is None else np.asarray(blocks_N)
-        if ids.size and not (0 <= ids.min() and ids.max() < self.shape.num_experts):
-            raise IndexError(f"expert ids must be within 0 and {self.shape.num_experts - 1}")
-        if blocks.size and not (0 <= blocks.min() and blocks.max() <= self.shape.blocks):
-            raise IndexError(f"block counts must be within 0 and {self.shape.blocks}")
+        for what, values, limit in (("expert", ids, self.shape.num_experts - 1), ("blocks", blocks, self.shape.blocks)):
+            if values.size and (values.min() < 0 or values.max() > limit):
+                raise ConfigError(f"{what} {values.min()} to {values.max()} asked of a cache of 0 to {limit}")
         kernels.fill_need(ids, blocks, self._need_E)
         return self._need_E
 

@@ -1,91 +1,68 @@
-"""Which experts the next layer will choose, guessed from this layer's choice and counts of what followed before."""
+"""Which experts the next layer will choose, guessed one layer ahead from the company so far."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from coterie.policies.company_model import CompanyModel
 
-class Transitions:
-    """Counts, for every layer, which experts the next layer chose with each expert of this one.
 
-    An expert's guess is the sum over the chosen experts of log(how often it follows that one / how often it is chosen
-    at all), times how often it is chosen: the odds of independent witnesses. Counts fade, so that routing may drift.
+class NextLayer:
+    """Guesses the next layer's experts from the last three layers' choices and the previous token's; learns online.
 
-    Source: beyond the paper; CAP's co-activation, from one layer to the next.
+    Source: beyond the paper. Counts of which expert follows which, read as independent witnesses, found 0.65 and 0.60
+    of the choices where this finds 0.84 and 0.74 (OLMoE and gpt-oss-20b, earlier halves).
 
     Args:
         num_layers: MoE layers; after the last comes the first, for the next token.
         num_experts: experts in a layer.
-        fade: what stays of a count from one token to the next.
-        prior: how many visits an expert's own frequency counts for beside what followed.
+        rate: step of the weights of company.
     """
 
-    def __init__(self, num_layers: int, num_experts: int, fade: float = 0.9995, prior: float = 5.0) -> None:
-        self._follows_LEE: NDArray[np.float64] = np.zeros((num_layers, num_experts, num_experts))
-        self._seen_LE: NDArray[np.float64] = np.zeros((num_layers, num_experts))
-        self._chosen_LE: NDArray[np.float64] = np.full((num_layers, num_experts), 1 / num_experts)
-        self._previous: tuple[int, NDArray[np.int64]] | None = None
-        self._fade, self._prior = fade, prior
+    def __init__(self, num_layers: int, num_experts: int, rate: float = 0.3) -> None:
+        self._model = CompanyModel(num_layers, num_experts, (0, 1, 2), (0.5, 0.95), rate, 0.02)
+        self._chance_LE: NDArray[np.float64] = np.zeros((num_layers, num_experts))
 
-    def observe(self, layer: int, ids_N: NDArray[Any]) -> None:
-        """A layer chose these experts; counts as following the layer observed just before, if that is its neighbour."""
-        ids = np.asarray(ids_N, np.int64)
-        if self._previous is not None and (self._previous[0] + 1) % len(self._chosen_LE) == layer:
-            before, chosen = self._previous
-            _count(self._follows_LEE[before], self._seen_LE[before], chosen, ids, self._fade)
-        self._chosen_LE[layer] *= self._fade
-        self._chosen_LE[layer, ids] += 1 - self._fade
-        self._previous = (layer, ids)
-
-    def scores(self, layer: int, ids_N: NDArray[Any]) -> NDArray[np.float64]:
-        """How much speaks for each expert of the layer after `layer`, given what that one chose.
+    def observe(self, layer: int, ids_N: NDArray[Any]) -> NDArray[np.float64]:
+        """A layer chose these experts; layers come in order.
 
         Returns:
-            [E] float64 log-odds up to a constant; higher is likelier.
+            [E] float64, the chance of each expert of the next layer.
         """
-        after = (layer + 1) % len(self._chosen_LE)
-        base_E = np.maximum(self._chosen_LE[after], 1e-6)
-        ids = np.asarray(ids_N, np.int64)
-        follows_NE = self._follows_LEE[layer, ids] + self._prior * base_E
-        share_NE = follows_NE / (self._seen_LE[layer, ids] + self._prior)[:, None]
-        return np.asarray(np.log(base_E) + np.log(share_NE / base_E).sum(axis=0))
+        need_E = np.zeros(self._model.num_experts, np.int32)
+        need_E[ids_N] = 1
+        self._model.correct(layer, self._chance_LE[layer] - need_E)
+        self._model.observe(layer, need_E)
+        after = (layer + 1) % self._model.num_layers
+        if after != layer:
+            self._model.predict(after, layer, self._chance_LE[after])
+        chance_E: NDArray[np.float64] = self._chance_LE[after]
+        return chance_E
 
-    def predict(self, layer: int, ids_N: NDArray[Any], count: int) -> NDArray[np.int64]:
-        """The `count` likeliest experts of the layer after `layer`, likeliest first."""
-        return np.argsort(-self.scores(layer, ids_N), kind="stable")[:count]
-
-
-@njit(cache=True, nogil=True)
-def _count(follows_EE: Any, seen_E: Any, before_N: Any, after_N: Any, fade: float) -> None:
-    for f in before_N:
-        follows_EE[f] *= fade
-        seen_E[f] = seen_E[f] * fade + 1
-        for e in after_N:
-            follows_EE[f, e] += 1
+    def likeliest(self, layer: int, count: int) -> NDArray[np.int64]:
+        """The `count` likeliest experts of a layer, by its last prediction, likeliest first."""
+        return np.argsort(-self._chance_LE[layer], kind="stable")[:count]
 
 
 def recall(ids_TLK: NDArray[Any], count: int, warm: int = 0) -> float:
     """Share of the chosen experts that were among `count` guesses made one layer before, learning all the while.
 
     Args:
-        ids_TLK: [T, L, K] choices in order.
+        ids_TLK: [T, L, K] choices in order, of at least two layers.
         count: guesses for each layer.
         warm: the first tokens that only teach.
     """
     tokens, layers, top_k = ids_TLK.shape
-    guess = Transitions(layers, int(ids_TLK.max()) + 1)
+    guess = NextLayer(layers, int(ids_TLK.max()) + 1)
     found = asked = 0
-    predicted: NDArray[np.int64] | None = None
     for token in range(tokens):
         for layer in range(layers):
             ids = ids_TLK[token, layer]
-            if predicted is not None and token >= warm:
-                found += int(np.isin(ids, predicted).sum())
+            if token >= warm:
+                found += int(np.isin(ids, guess.likeliest(layer, count)).sum())
                 asked += top_k
             guess.observe(layer, ids)
-            predicted = guess.predict(layer, ids, count)
     return found / max(asked, 1)

@@ -42,9 +42,7 @@ class Reuse(EvictionPolicy):
 
 
 @njit(cache=True, nogil=True)
-def _average(
-    need_E: Any, short_EB: Any, long_EB: Any, score_EB: Any, short: float, long: float, weight: float
-) -> None:
+def _average(need_E: Any, short_EB: Any, long_EB: Any, score_EB: Any, short: float, long: float, weight: float) -> None:
     for e in range(need_E.size):
         for b in range(short_EB.shape[1]):
             used = 1.0 if b < need_E[e] else 0.0

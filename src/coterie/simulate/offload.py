@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,7 @@ class Uses:
         shape: what is cached.
         ids_TLK: [T, L, K] int64 chosen experts.
         blocks_TLK: [T, L, K] int64 how many of its first blocks each runs; 0 where skipped or not kept.
-        chosen: experts chosen by all tokens in all layers: what full offload reads, T L K where nothing is pruned.
+        chosen_T: [T] int64 experts each token chose over all layers, which full offload reads: L K where none is pruned.
     """
 
     shape: CacheShape
@@ -44,6 +45,11 @@ class Uses:
     def smallest_budget(self) -> int:
         """Blocks that the neediest token needs in one layer: below this no cache can work."""
         return int(self.blocks_TLK.sum(axis=2).max())
+
+    @property
+    def smallest_share(self) -> float:
+        """The same as a share of all experts, rounded up to a hundredth of a percent."""
+        return math.ceil(self.smallest_budget / self.shape.total_blocks * 1e4) / 1e4
 
 
 @dataclass(frozen=True)
@@ -130,10 +136,9 @@ def budget_in_blocks(uses: Uses, share: float) -> int:
     total = uses.shape.total_blocks
     budget = int(share * total + 1e-9)
     if budget < uses.smallest_budget:
-        smallest = np.ceil(uses.smallest_budget / total * 1e4) / 1e4
         raise BudgetError(
             f"a budget of {share:.2%} of all experts cannot hold what one token needs in one layer; "
-            f"the smallest that works here is {smallest:.2%}"
+            f"the smallest that works here is {uses.smallest_share:.2%}"
         )
     return budget
 
