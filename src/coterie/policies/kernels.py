@@ -38,10 +38,10 @@ def evictable(reserved_LE: Any, arrived_LE: Any, pinned_LE: Any) -> int:
 
 @njit(cache=True, nogil=True)
 def _fullest_layer(now: int, share: float, reserved_LE: Any, arrived_LE: Any, pinned_LE: Any, coming: int) -> int:
-    """The layer furthest over its share among those with something to evict; of equals the one visited now."""
+    """The layer furthest over its share among those with something to evict; of equals the one visited last."""
     best, most = -1, 0.0
     for step in range(reserved_LE.shape[0]):
-        i = (now + step) % reserved_LE.shape[0]
+        i = (now - step) % reserved_LE.shape[0]
         held, free = 0, False
         for j in range(reserved_LE.shape[1]):
             held += reserved_LE[i, j]

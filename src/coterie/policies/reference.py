@@ -55,9 +55,9 @@ class ReferenceCache:
         return (layer - now - 1) % self.num_layers + 1
 
     def _fullness(self, layer: int, now: int, coming: int) -> tuple[int, int]:
-        """Blocks held, those about to come included; of equals, the layer visited now, then the next ones."""
+        """Blocks held, those about to come included; of equals, the layer visited last."""
         held = sum(blocks for (other, _), blocks in self.held.items() if other == layer)
-        return held + (coming if layer == now else 0), -((layer - now) % self.num_layers)
+        return held + (coming if layer == now else 0), -((now - layer) % self.num_layers)
 
 
 class ReferenceLRU:

@@ -33,7 +33,7 @@ class Uses:
         shape: what is cached.
         ids_TLK: [T, L, K] int64 chosen experts.
         blocks_TLK: [T, L, K] int64 how many of its first blocks each runs; 0 where skipped or not kept.
-        chosen_T: [T] int64 experts each token chose over all layers, which full offload reads: L K where none is pruned.
+        chosen_T: [T] int64 experts each token chose over all layers, which full offload reads: L K if none is pruned.
     """
 
     shape: CacheShape
