@@ -35,7 +35,7 @@ HELDOUT = 0.5
 TUNED_AT = (0.2, 0.3)
 TUNING_TOKENS = 3000
 GRID: dict[type[EvictionPolicy], dict[str, tuple[Any, ...]]] = {
-    Reuse: {"short": (0.5, 0.7), "long": (0.97, 0.99), "weight": (0.3, 0.5), "near": (0.5, 1.0)},
+    Reuse: {"short": (0.5, 0.7, 0.85), "long": (0.95, 0.97, 0.99), "weight": (0.2, 0.3, 0.5), "near": (0.5, 1.0)},
     Company: {"discount": (0.7, 0.8, 0.9), "averages": ((0.5, 0.95), (0.7, 0.97)), "rate": (0.1, 0.2, 0.4)},
 }
 

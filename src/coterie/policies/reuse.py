@@ -28,7 +28,7 @@ class Reuse(EvictionPolicy):
     name = "reuse"
 
     def __init__(
-        self, shape: CacheShape, short: float = 0.5, long: float = 0.97, weight: float = 0.3, near: float = 1.0
+        self, shape: CacheShape, short: float = 0.7, long: float = 0.97, weight: float = 0.3, near: float = 1.0
     ) -> None:
         super().__init__(shape)
         self._short_LEB: NDArray[np.float64] = np.zeros_like(self.score_LEB)

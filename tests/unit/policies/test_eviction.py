@@ -40,7 +40,7 @@ PAIRS: dict[str, Callable[[CacheShape, Any], tuple[EvictionPolicy, Worth]]] = {
     "lru": lambda shape, visits: (LRU(shape), ReferenceLRU()),
     "lru-layer": lambda shape, visits: (LayerLRU(shape), ReferenceLRU()),
     "lfu": lambda shape, visits: (LFU(shape), ReferenceLFU()),
-    "reuse": lambda shape, visits: (Reuse(shape), ReferenceReuse(LAYERS, 0.5, 0.97, 0.3, 1.0)),
+    "reuse": lambda shape, visits: (Reuse(shape), ReferenceReuse(LAYERS, 0.7, 0.97, 0.3, 1.0)),
     "belady": lambda shape, visits: (belady(shape, visits), ReferenceBelady(visits)),
 }
 
