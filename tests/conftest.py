@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,11 +15,12 @@ import pytest
 from hypothesis import settings
 
 from coterie.placement.problem import LayerProblem, build_problem
+from coterie.profile.model_profile import ModelProfile
 from coterie.spec import MoESpec
 from coterie.topology import Topology
 from coterie.trace.routing_trace import RoutingTrace
 
-_EXTRAS = {"transformers": "models", "lm_eval": "eval"}
+_EXTRAS = {"transformers": "models", "lm_eval": "eval", "triton": "triton"}
 
 settings.register_profile("coterie", deadline=None, derandomize=True)
 settings.load_profile("coterie")
@@ -89,6 +92,87 @@ def make_problem(make_trace: MakeTrace) -> MakeProblem:
         return build_problem(make_trace(**{"layers": 1, **trace}), 0, parsed, keep_groups=keep_groups)
 
     return make
+
+
+class MakeProfile(Protocol):
+    """See `make_profile`."""
+
+    def __call__(
+        self, layers: int = 2, experts: int = 8, top_k: int = 2, width: int = 64, *, tokens: int = 800, seed: int = 0,
+        **fields: Any,
+    ) -> ModelProfile: ...  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def make_profile() -> MakeProfile:
+    """Makes profiles with skewed pairs, as a model's would be; all tokens are in the sample. Further fields replace."""
+
+    def make(
+        layers: int = 2, experts: int = 8, top_k: int = 2, width: int = 64, *, tokens: int = 800, seed: int = 0,
+        **fields: Any,
+    ) -> ModelProfile:  # fmt: skip
+        rng = np.random.default_rng([seed, layers, experts, top_k, width])
+        logit_LTE = rng.normal(0, 1, (layers, 1, experts)) + rng.gumbel(size=(layers, tokens, experts))
+        ids_LTK = np.argsort(-logit_LTE, axis=2)[:, :, :top_k]
+        weights_LTK = np.exp(np.take_along_axis(logit_LTE, ids_LTK, 2))
+        weights_LTK = (weights_LTK / weights_LTK.sum(2, keepdims=True)).astype(np.float32)
+        load_LE = np.stack([np.bincount(ids.ravel(), minlength=experts) for ids in ids_LTK])
+        pairs_LEE = np.zeros((layers, experts, experts), dtype=np.int64)
+        for slot in range(1, top_k):
+            for layer in range(layers):
+                np.add.at(pairs_LEE[layer], (ids_LTK[layer, :, 0], ids_LTK[layer, :, slot]), 1)
+        pairs_LEE += pairs_LEE.transpose(0, 2, 1)
+        spread_LEI = rng.lognormal(0, 1, (layers, experts, width)).astype(np.float32)
+        dominance_LEE = rng.random((layers, experts, experts)).astype(np.float32)
+        values: dict[str, Any] = {
+            "spec": MoESpec("toy", layers, experts, top_k), "identity": "0123456789abcdef", "width": width,
+            "num_tokens": tokens, "load_LE": load_LE.astype(np.int64), "pairs_LEE": pairs_LEE,
+            "importance": {"mean_abs": spread_LEI, "mean_abs_down": spread_LEI[:, :, ::-1].copy()},
+            "dominance": {"fisher": np.where(pairs_LEE > 0, dominance_LEE, np.float32(np.nan))},
+            "sample_ids_LSK": ids_LTK, "sample_weights_LSK": weights_LTK, "provenance": {"model": "toy"},
+        }  # fmt: skip
+        return ModelProfile(**{**values, **fields})
+
+    return make
+
+
+@pytest.fixture
+def width_execution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where widths of a live model are not there, a stand-in that tells width 0 from others: enough for skipping."""
+    if importlib.util.find_spec("coterie.models.widths") is not None:
+        return
+    from coterie.errors import ConfigError
+    from coterie.models.identity import identity_of
+    from coterie.models.intercept import intercept
+    from coterie.ops.widths import WidthTables
+
+    class WidthCounter:
+        def __init__(self) -> None:
+            self.tokens, self.neurons, self.full = 0, 0, 0
+
+        def stats(self) -> Any:
+            figures = {"num_tokens": self.tokens, "share": self.neurons / max(self.full, 1), "skipped": 0.0}
+            return SimpleNamespace(to_json=lambda: {**figures, "layers": {}})
+
+    def require_plan(model: Any, plan: Any) -> None:
+        if identity_of(model) != plan.identity:
+            raise ConfigError(f"the width plan is of the model {plan.spec.model} with identity {plan.identity}")
+
+    def apply_widths(model: Any, plan: Any, *, count: WidthCounter) -> Any:
+        tables = WidthTables.of(plan)
+
+        def decide(layer: int, hidden_TH: Any, ids_TK: Any, weights_TK: Any) -> Any:
+            width_TK = tables.widths(layer, ids_TK, weights_TK)
+            count.tokens += len(ids_TK) if layer == 0 else 0
+            count.neurons += int(width_TK.sum())
+            count.full += width_TK.numel() * plan.width
+            return ids_TK, weights_TK * (width_TK > 0)
+
+        return intercept(model, decide)
+
+    execution = SimpleNamespace(apply_widths=apply_widths, require_plan=require_plan)
+    monkeypatch.setitem(sys.modules, "coterie.models.widths", execution)
+    monkeypatch.setitem(sys.modules, "coterie.models.width_counts", SimpleNamespace(WidthCounter=WidthCounter))
 
 
 # ---- tiny random checkpoints of every family ------------------------------------------------------------------------

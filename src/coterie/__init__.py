@@ -9,10 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from coterie.calibration.profile import profile_model as profile_model
     from coterie.errors import CoterieError as CoterieError
     from coterie.models.prune import prune_destinations as prune_destinations
     from coterie.models.record import record as record
+    from coterie.models.reorder_checkpoint import reorder as reorder
+    from coterie.models.widths import apply_widths as apply_widths
     from coterie.placement.placement import Placement as Placement
+    from coterie.pruning.width_planning import plan_widths as plan_widths
     from coterie.spec import MoESpec as MoESpec
     from coterie.topology import Topology as Topology
     from coterie.trace.routing_trace import RoutingTrace as RoutingTrace
@@ -25,8 +29,12 @@ _HOME = {
     "Placement": "coterie.placement.placement",
     "RoutingTrace": "coterie.trace.routing_trace",
     "Topology": "coterie.topology",
+    "profile_model": "coterie.calibration.profile",
+    "apply_widths": "coterie.models.widths",
+    "plan_widths": "coterie.pruning.width_planning",
     "prune_destinations": "coterie.models.prune",
     "record": "coterie.models.record",
+    "reorder": "coterie.models.reorder_checkpoint",
 }
 __all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604 - all strings
 

@@ -2,7 +2,7 @@
 
     CoterieError                what a user can cause or mend; the CLI prints one line and exits with 2
     ├── ConfigError             an option, a name or a topology that cannot be
-    ├── TraceError              a routing trace that is missing, damaged, or lacks what was asked of it
+    ├── TraceError              a routing trace or profile that is missing, damaged, or lacks what was asked of it
     ├── CheckpointError         a model folder or config that cannot be used
     ├── InfeasiblePlacement     a placement that cannot exist, or that an engine would misread
     ├── BudgetError             a byte budget that is too small
@@ -26,7 +26,7 @@ class ConfigError(CoterieError):
 
 
 class TraceError(CoterieError):
-    """A routing trace that is missing, damaged, or lacks what was asked of it."""
+    """A routing trace or profile that is missing, damaged, or lacks what was asked of it."""
 
 
 class CheckpointError(CoterieError):

@@ -16,6 +16,7 @@ from coterie.errors import ConfigError
 if TYPE_CHECKING:
     from coterie.evaluate.change import Change
     from coterie.evaluate.task_data import Questions
+    from coterie.pruning.width_plan import WidthPlan
 
 _QUESTIONS = 8  # asked at once
 
@@ -46,6 +47,9 @@ def evaluate_model(
     renormalise: Annotated[
         bool | None, typer.Option("--renormalise/--no-renormalise", help="Rescale kept weights; as the model does.")
     ] = None,
+    widths: Annotated[
+        Path | None, typer.Option("--widths", help="Run experts as wide as this plan says (coterie widths).")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's own.")] = None,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
@@ -60,6 +64,7 @@ def evaluate_model(
 
     pruning = PruningOptions(prune, peak, rule, floor, topology, placement, fit, renormalise)
     pruning.check()
+    plan = _plan(widths)
     asked = _questions(tasks, task_data, limit)
     texts = _texts(text or [], domain or [], needed=not asked)
     tokenizer, loaded = load_tokenizer(model), load_model(model, dtype)
@@ -67,7 +72,7 @@ def evaluate_model(
     if reference is not None:
         other_tokenizer, other = load_tokenizer(reference), load_model(reference, dtype)
     with progress() as listen:
-        changes = pruning.changes(loaded, listen)
+        changes = [*pruning.changes(loaded, listen), *_width_changes(loaded, plan)]
     result: dict[str, Any] = {"model": model, "reference": reference}
     if texts or not asked:
         with progress() as listen:
@@ -85,6 +90,19 @@ def evaluate_model(
         emit_json(result)
     else:
         show(result)
+
+
+def _plan(file: Path | None) -> WidthPlan | None:
+    """The width plan, read before the model is, so that a bad one is told at once."""
+    from coterie.pruning.width_plan_file import load_plan
+
+    return None if file is None else load_plan(file)
+
+
+def _width_changes(model: Any, plan: WidthPlan | None) -> list[Change]:
+    from coterie.evaluate.changes import widths
+
+    return [] if plan is None else [widths(model, plan)]
 
 
 def _questions(tasks: str | None, folder: Path | None, limit: int | None) -> list[Questions]:

@@ -21,6 +21,9 @@ def show(result: dict[str, Any]) -> None:
 
 
 def _show_change(change: dict[str, Any]) -> None:
+    if change["name"] == "widths":
+        _show_widths(change)
+        return
     words = [f"{name} {change[name]:g}" for name in ("p", "floor") if name in change]
     words += [f"{name} {value:g} asked" for name, value in change.get("asked", {}).items() if name not in change]
     say(f"{change['name']}, rule {change['rule']} ({', '.join(words)})")
@@ -29,6 +32,16 @@ def _show_change(change: dict[str, Any]) -> None:
         say(
             f"  on the texts: kept weight {measured['kept_weight']:.3f}, remote devices a token "
             f"{measured['remote_dpt']:.3f}, remote peak traffic {measured['remote_peak_traffic']:.3f} (layers' means)"
+        )
+
+
+def _show_widths(change: dict[str, Any]) -> None:
+    measured = change["measured"]
+    say(f"widths, policy {change['policy']} (expected {change['expected_bytes']:.3f} of full expert bytes a token)")
+    if measured["num_tokens"]:
+        say(
+            f"  on the texts: {measured['share']:.3f} of full expert bytes a token, {measured['skipped']:.1%} of the "
+            "chosen experts skipped (layers' means)"
         )
 
 

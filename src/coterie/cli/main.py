@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 import coterie
-from coterie.cli import demo, evaluate, export, place, record, trace_prune
+from coterie.cli import demo, evaluate, export, place, profile, record, trace_prune, widths
 from coterie.cli.model_info import model_info
+from coterie.cli.reorder import reorder
 from coterie.cli.simulate_offload import simulate_offload
 from coterie.cli.trace_import import trace_import
 from coterie.cli.trace_info import trace_info
@@ -54,9 +55,12 @@ def _options(
 app.command("demo")(demo.demo)
 app.command("compare")(place.compare)
 app.command("place")(place.place)
+app.command("widths")(widths.widths)
 app.command("record")(record.record)
+app.command("profile")(profile.profile)
 app.command("export")(export.export)
 app.command("validate")(export.validate)
+app.command("reorder")(reorder)
 app.command("eval")(evaluate.evaluate_model)
 trace.command("import")(trace_import)
 trace.command("info")(trace_info)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from coterie.pruning.routed import RoutedTrace, linear_devices
 if TYPE_CHECKING:
     from coterie.placement.placement import Placement
     from coterie.pruning.destinations import PruningRule
+    from coterie.pruning.width_plan import WidthPlan
     from coterie.spec import MoESpec
     from coterie.topology import Topology
     from coterie.trace.routing_trace import RoutingTrace
@@ -79,7 +81,45 @@ def pruning(
         "placement": "linear" if placement is None else dict(placement.method),
         "renormalise": "as the model does" if renormalise is None else renormalise,
     }
-    return Change("pruning", apply, settings, lambda: {"measured": _means(counter)})
+    return Change("pruning", apply, settings, lambda: {"measured": _without_layers(counter)})
+
+
+def widths(model: Any, plan: WidthPlan) -> Change:
+    """Experts that run only as wide as a plan says; what was measured is the share of full expert bytes.
+
+    Args:
+        model: the model that will be changed.
+        plan: made from a profile of it.
+
+    Raises:
+        ConfigError: when the plan is of another model.
+    """
+    execution = importlib.import_module("coterie.models.widths")
+    counter = importlib.import_module("coterie.models.width_counts").WidthCounter()
+    require_shape(plan, spec_of(model))
+    execution.require_plan(model, plan)
+
+    @contextmanager
+    def apply(model: Any, sequences: Sequence[int] | None) -> Iterator[None]:
+        with execution.apply_widths(model, plan, count=counter):
+            yield
+
+    told = {name: value for name, value in plan.settings.items() if name not in ("expected_bytes_by_layer", "profile")}
+    return Change("widths", apply, {"policy": plan.policy, **told}, lambda: {"measured": _without_layers(counter)})
+
+
+def require_shape(plan: WidthPlan, spec: MoESpec) -> None:
+    """Refuse a plan for another number of layers, experts or chosen experts.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    theirs, ours = ((each.num_layers, each.num_experts, each.top_k) for each in (plan.spec, spec))
+    if theirs != ours:
+        raise ConfigError(
+            f"the widths are for {plan.spec.model} ({theirs[0]} MoE layers of {theirs[1]} experts, top-{theirs[2]}), "
+            f"the model has {ours[0]} of {ours[1]}, top-{ours[2]}; profile this model and plan its widths from that"
+        )
 
 
 def _fitted(
@@ -107,8 +147,8 @@ def _fitted(
     return fit_rule(choice, RoutedTrace(trace, device_LE, topology), progress=progress)
 
 
-def _means(counter: PruneCounter) -> dict[str, Any]:
-    """What was kept and sent, means over tokens and layers; windows overlap, and tokens of context count too."""
-    figures = counter.stats().to_json()
+def _without_layers(counter: Any) -> dict[str, Any]:
+    """A counter's means over tokens and layers; windows overlap, and tokens of context count too."""
+    figures: dict[str, Any] = counter.stats().to_json()
     del figures["layers"]
     return figures

@@ -98,7 +98,7 @@ def recorder(
     if buffer_tokens < 1:
         raise ConfigError(f"buffer_tokens = {buffer_tokens}; it must be at least 1")
     out = None if path is None else check_output(Path(path))
-    _refuse_training(model)
+    refuse_training(model)
     _refuse_checkpointing(model)
     ends = _token_ids(model, "eos_token_id") if end_token_ids is None else end_token_ids
     tracker = TokenTracker(ends, _token_ids(model, "pad_token_id"))
@@ -212,7 +212,7 @@ class Recorder:
         self._unwritten = []
 
     def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        _refuse_training(self._model)
+        refuse_training(self._model)
         size = self._tracker.begin(self._by_name(args, kwargs))
         if not self._buffer.has_room(size):
             self._spill()
@@ -238,7 +238,12 @@ class Recorder:
         return {**dict(zip(self._names, args, strict=False)), **kwargs} if args else kwargs
 
 
-def _refuse_training(model: Any) -> None:
+def refuse_training(model: Any) -> None:
+    """Refuse a model in training mode.
+
+    Raises:
+        ConfigError: when it is.
+    """
     if model.training:
         raise ConfigError("the model is in training mode, where routing may be noisy or dropped; call model.eval()")
 

@@ -123,22 +123,32 @@ def _run_batch(model: Any, pieces: _Pieces, lengths: list[int], generate: bool) 
     )  # fmt: skip
 
 
+def token_ids(model: Any, tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
+    """The tokens of a text, and what the tokenizer begins every text with (nothing, or its begin token).
+
+    Raises:
+        CheckpointError: when the tokenizer is not the model's.
+    """
+    with quiet():  # a text longer than the model's window is what we are here for
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        bare: list[int] = tokenizer("")["input_ids"]
+    begin, size = tokenizer.bos_token_id, model.get_input_embeddings().weight.shape[0]
+    prefix = [begin] if begin is not None and begin in bare else []
+    largest = max([*ids, *prefix], default=0)
+    if largest >= size:
+        raise CheckpointError(
+            f"the tokenizer gives the id {largest}, the model has {size} embeddings; use the model's own tokenizer"
+        )
+    return ids, prefix
+
+
 class _Pieces:
     """Consecutive pieces of a text as batches of token ids."""
 
     def __init__(self, model: Any, tokenizer: Any, text: str, run: TextRun) -> None:
         self._torch = importlib.import_module("torch")
         self._device, self._run = model.device, run
-        with quiet():  # a text longer than the model's window is what we are here for
-            self._ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-            bare: list[int] = tokenizer("")["input_ids"]
-        begin, size = tokenizer.bos_token_id, model.get_input_embeddings().weight.shape[0]
-        self._prefix = [begin] if begin is not None and begin in bare else []
-        largest = max([*self._ids, *self._prefix], default=0)
-        if largest >= size:
-            raise CheckpointError(
-                f"the tokenizer gives the id {largest}, the model has {size} embeddings; use the model's own tokenizer"
-            )
+        self._ids, self._prefix = token_ids(model, tokenizer, text)
         known = (tokenizer.pad_token_id, model.generation_config.pad_token_id, tokenizer.eos_token_id)
         self.pad_id = next((each for each in known if each is not None), 0)
         self._next = 0

@@ -1,0 +1,1 @@
+"""What only a running model can tell: which neurons matter, and which expert of a pair."""
