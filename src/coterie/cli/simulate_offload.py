@@ -21,6 +21,9 @@ def simulate_offload(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A routing trace, or any file that can be imported.")],
     budgets: Annotated[str, typer.Option(help="Shares of all experts' bytes, with commas.")] = "10%,20%,30%,50%",
     policies: Annotated[str, typer.Option(help="Eviction policies, with commas.")] = _POLICIES,
+    widths: Annotated[
+        Path | None, typer.Option(help="A width plan: experts are read only as wide as they run.")
+    ] = None,
     warm: Annotated[str, typer.Option(help="Share of the tokens, the earliest, that only fill and teach.")] = "0%",
     as_json: JsonOption = False,
 ) -> None:
@@ -29,7 +32,8 @@ def simulate_offload(
     Full offload keeps nothing and reads exactly the chosen experts; bytes are a share of what it reads. belady knows
     the future: no policy reads less.
     """
-    from coterie.simulate.offload import decode_tokens, simulate, uses_of
+    from coterie.pruning.width_plan_file import load_plan
+    from coterie.simulate.offload import decode_tokens, planned_widths, simulate, uses_of
     from coterie.trace.open import open_trace
 
     names = _listed(policies, "policies", "lru,company")
@@ -38,25 +42,24 @@ def simulate_offload(
     warm_share = parse_fraction(warm)
     with progress() as listen:
         routing = open_trace(trace, progress=listen)
-        uses = uses_of(routing, decode_tokens(routing))
+        plan = None if widths is None else load_plan(widths)
+        rule = None if plan is None else planned_widths(plan, routing)
+        uses = uses_of(routing, decode_tokens(routing), rule, 0 if plan is None else plan.width)
         tokens = len(uses.ids_TLK)
         warm_tokens = round(warm_share * tokens)
         found = simulate(uses, list(dict.fromkeys(shares.values())), names, warm_tokens, listen)
     results = {text: found[share] for text, share in shares.items()}
     if as_json:
-        emit_json(
-            {
-                "budgets": {
-                    text: {
-                        name: {"miss_ratio": row.miss_ratio, "bytes_share": row.bytes_share}
-                        for name, row in rows.items()
-                    }
-                    for text, rows in results.items()
-                },
-                "trace": str(trace), "model": routing.spec.to_json(), "tokens": tokens, "warm_tokens": warm_tokens,
-                "blocks_per_expert": uses.shape.blocks, "smallest_budget": uses.smallest_share,
-            }
-        )  # fmt: skip
+        figures = {
+            text: {name: {"miss_ratio": row.miss_ratio, "bytes_share": row.bytes_share} for name, row in rows.items()}
+            for text, rows in results.items()
+        }
+        about = {
+            "trace": str(trace), "widths": None if widths is None else str(widths), "model": routing.spec.to_json(),
+            "tokens": tokens, "warm_tokens": warm_tokens, "blocks_per_expert": uses.shape.blocks,
+            "smallest_budget": uses.smallest_share,
+        }  # fmt: skip
+        emit_json({"budgets": figures, **about})
     else:
         _show(results, trace, tokens, warm_tokens)
 
@@ -71,6 +74,14 @@ def _listed(text: str, what: str, example: str) -> list[str]:
 
 def _show(results: dict[str, dict[str, Replayed]], trace: Path, tokens: int, warm: int) -> None:
     names = list(next(iter(results.values())))
-    title = f"{trace}: {tokens - warm} tokens counted, {warm} before them to warm up; share of expert uses that miss"
-    table(("budget", *names), [(text, *(rows[name].miss_ratio for name in names)) for text, rows in results.items()])
-    say(title)
+    shown = {
+        "share of expert uses that miss": lambda row: row.miss_ratio,
+        "bytes read, as a share of full offload": lambda row: row.bytes_share,
+    }
+    say(f"{trace}: {tokens - warm} tokens counted, {warm} before them to warm up")
+    for title, figure in shown.items():
+        table(
+            ("budget", *names),
+            [(text, *(figure(rows[name]) for name in names)) for text, rows in results.items()],
+            title,
+        )

@@ -16,6 +16,8 @@ from coterie.policies.cache import ExpertCache
 from coterie.policies.eviction import CacheShape, EvictionPolicy
 from coterie.policies.registry import POLICIES, make_policy
 from coterie.progress import Progress, silent
+from coterie.pruning.width_plan import WidthPlan
+from coterie.pruning.widths import widths as width_of
 from coterie.trace.routing_trace import ALL_TOKENS, DECODE, RoutingTrace, TokenSelector
 
 WidthRule = Callable[[int, NDArray[Any], NDArray[Any] | None], NDArray[Any]]
@@ -115,6 +117,23 @@ def uses_of(
         blocks_TLK[:, layer][~routing.kept()] = 0
         chosen_T += routing.kept().sum(axis=1)
     return Uses(shape, ids_TLK, blocks_TLK, chosen_T)
+
+
+def planned_widths(plan: WidthPlan, trace: RoutingTrace) -> WidthRule:
+    """The widths that a plan gives the choices of a trace.
+
+    Raises:
+        ConfigError: when the plan is for a model of another shape than the trace's.
+        TraceError: when the trace has no routing weights, on which widths depend.
+    """
+    theirs, ours = ((spec.num_layers, spec.num_experts, spec.top_k) for spec in (plan.spec, trace.spec))
+    if theirs != ours:
+        raise ConfigError(
+            "the plan is for {} layers of {} experts, top-{}, ".format(*theirs)
+            + "the trace of {} layers of {} experts, top-{}; use a trace of the plan's model".format(*ours)
+        )
+    trace.require_weights("replaying widths")
+    return lambda layer, ids_TK, weights_TK: width_of(plan, layer, ids_TK, np.asarray(weights_TK))
 
 
 def _in_blocks(widths_TK: NDArray[Any], full_width: int, blocks: int, layer: int) -> NDArray[np.int64]:
