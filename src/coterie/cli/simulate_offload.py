@@ -74,14 +74,10 @@ def _listed(text: str, what: str, example: str) -> list[str]:
 
 def _show(results: dict[str, dict[str, Replayed]], trace: Path, tokens: int, warm: int) -> None:
     names = list(next(iter(results.values())))
-    shown = {
-        "share of expert uses that miss": lambda row: row.miss_ratio,
-        "bytes read, as a share of full offload": lambda row: row.bytes_share,
-    }
     say(f"{trace}: {tokens - warm} tokens counted, {warm} before them to warm up")
-    for title, figure in shown.items():
-        table(
-            ("budget", *names),
-            [(text, *(figure(rows[name]) for name in names)) for text, rows in results.items()],
-            title,
-        )
+    for title, figure in (
+        ("share of expert uses that miss", "miss_ratio"),
+        ("bytes read, as a share of full offload", "bytes_share"),
+    ):
+        rows = [(text, *(getattr(row[name], figure) for name in names)) for text, row in results.items()]
+        table(("budget", *names), rows, title)
