@@ -8,8 +8,8 @@ Quality, the shape of CAP's Table I: the model's routing is recorded on the firs
 experts are placed on that trace by `coterie place`'s default method, and prices are fitted on it; the second halves
 measure. Perplexity is compared with the unpruned model's on the same windows; KL and the share of tokens with the same
 most likely next token are against its predictions. "at cap's peak": as strong as brings the remote peak traffic of the
-unpruned model's held-out decisions to what CAP's rule with that p reaches; only this one level is chosen on held-out
-decisions, the shape of the prices comes from the fitting texts. Homes are rows, which are as many as devices.
+unpruned model's held-out decisions to what CAP's rule with that p reaches; only this strength is chosen on held-out
+decisions; the prices and the floor come from the fitting texts. Homes are rows, which are as many as devices.
 
     python benchmarks/pruning_live.py [MODEL ...] [--topology 8] [--tokens 8192] [--only speed|quality]
 
@@ -41,7 +41,7 @@ from coterie.models.prune import renormalises
 from coterie.placement.driver import place, prepare
 from coterie.placement.placement import Placement
 from coterie.pruning.destinations import Cap, Naive, Priced, PruningRule
-from coterie.pruning.fitting import THRESHOLD_STEPS, weakest
+from coterie.pruning.fitting import THRESHOLD_STEPS, choose_floor, priced_at, weakest
 from coterie.pruning.prices import fit_prices
 from coterie.pruning.routed import RoutedTrace, peaks
 from coterie.topology import Topology
@@ -49,7 +49,7 @@ from coterie.trace.routing_trace import ALL_TOKENS, RoutingTrace
 
 THRESHOLDS = (0.1, 0.2, 0.3)
 TOKEN_COUNTS = (1, 64, 4096)
-FLOORS = {"priced": 0.0, "priced, floor 0.5": 0.5}
+FLOORS = {"priced": None, "priced, no floor": 0.0}  # None: chosen on the fitting texts
 WINDOW, STRIDE = 256, 192
 MAX_SHARE = 0.01
 
@@ -164,9 +164,9 @@ def recorded(model: Any, text: EncodedText, rows: int) -> RoutingTrace:
     return recorder.trace()
 
 
-def set_up(name: str, topology: Topology, tokens: int) -> Setup:
+def set_up(name: str, topology: Topology, fit_tokens: int, tokens: int) -> Setup:
     model, reference, tokenizer = load_model(name), load_model(name), load_tokenizer(name)
-    fitting, measuring = token_ids(tokenizer, tokens, False), token_ids(tokenizer, tokens, True)
+    fitting, measuring = token_ids(tokenizer, fit_tokens, False), token_ids(tokenizer, tokens, True)
     trace = recorded(model, fitting, topology.num_devices)
     placement = place(prepare(trace, topology))
     device_LE = placement.device_of_expert()
@@ -180,7 +180,6 @@ def set_up(name: str, topology: Topology, tokens: int) -> Setup:
 def rules_of(setup: Setup) -> Iterator[tuple[str, float, str, PruningRule]]:
     """(rule, p, compared at, fitted rule)."""
     prices = fit_prices(setup.fit, ALL_TOKENS)
-    strengths = prices.num_strengths
     for p in THRESHOLDS:
         yield "cap", p, "equal p and peak", Cap(p)
     for p in THRESHOLDS:
@@ -190,10 +189,10 @@ def rules_of(setup: Setup) -> Iterator[tuple[str, float, str, PruningRule]]:
         yield "naive", p, "equal peak", weakest(
             lambda n: Naive(n / THRESHOLD_STEPS), THRESHOLD_STEPS, setup.heldout, ALL_TOKENS, peak
         )  # fmt: skip
-        for name, floor in FLOORS.items():
-            yield name, p, "equal peak", weakest(
-                lambda n, floor=floor: Priced(prices.theta(n), floor), strengths, setup.heldout, ALL_TOKENS, peak
-            )  # fmt: skip
+        target = float(peaks(setup.fit, Cap(p), ALL_TOKENS).mean())
+        for name, given in FLOORS.items():
+            floor = choose_floor(prices, setup.fit, ALL_TOKENS, target) if given is None else given
+            yield name, p, "equal peak", priced_at(prices, floor, setup.heldout, ALL_TOKENS, peak)
 
 
 @contextmanager
@@ -218,9 +217,9 @@ def measure(setup: Setup, rule: PruningRule, renormalise: bool) -> dict[str, Any
     }
 
 
-def quality(name: str, topology: Topology, tokens: int) -> dict[str, Any]:
+def quality(name: str, topology: Topology, fit_tokens: int, tokens: int) -> dict[str, Any]:
     """All rows of the table."""
-    setup = set_up(name, topology, tokens)
+    setup = set_up(name, topology, fit_tokens, tokens)
     own = renormalises(setup.model)
     rows = [{"rule": "none", "p": 0.0, "at": "", "renormalise": own, **measure(setup, Cap(0.0), own)}]
     for rule_name, p, at, rule in rules_of(setup):
@@ -228,6 +227,8 @@ def quality(name: str, topology: Topology, tokens: int) -> dict[str, Any]:
             about = {"rule": rule_name, "p": p, "at": at, "renormalise": renormalise}
             if isinstance(rule, Naive):
                 about["fitted_p"] = rule.p
+            if isinstance(rule, Priced):
+                about["floor"] = rule.floor
             rows.append({**about, **measure(setup, rule, renormalise)})
     return {
         "rows": rows,
@@ -273,9 +274,7 @@ def show_quality(name: str, topology: Topology, result: dict[str, Any]) -> None:
     for p, renormalise in dict.fromkeys((ratio["p"], ratio["renormalise"]) for ratio in ratios):
         found = {r["rule"]: r for r in ratios if (r["p"], r["renormalise"]) == (p, renormalise)}
         cells = [f"{found[name]['increase']:.2f} ({found[name]['kl']:.2f})" for name in names]
-        worst = max(found[name][what] for name in FLOORS for what in ("increase", "kl"))
-        floored = max(found["priced, floor 0.5"][what] for what in ("increase", "kl"))
-        verdict = "yes" if worst < 1 else "with the floor" if floored < 1 else "NO"
+        verdict = "yes" if max(found["priced"][what] for what in ("increase", "kl")) < 1 else "NO"
         print(
             f"{p:6.1f}{'yes' if renormalise else 'no':>8}" + "".join(f"{cell:>22}" for cell in cells) + f"   {verdict}"
         )
@@ -285,7 +284,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=["tiny-qwen3-moe", "tiny-mixtral"])
     parser.add_argument("--topology", help="default: 8, or 4 for a model of fewer than 16 experts")
-    parser.add_argument("--tokens", type=int, default=8192, help="tokens to fit on, and to measure on")
+    parser.add_argument("--fit-tokens", type=int, default=32_768, help="tokens to fit on")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens to measure on")
     parser.add_argument("--only", choices=("speed", "quality"))
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -298,7 +298,7 @@ def main() -> None:
             results[name]["speed"] = speed(load_model(name), str(topology))
             show_speed(name, str(topology), results[name]["speed"])
         if options.only != "speed":
-            results[name]["quality"] = quality(name, topology, options.tokens)
+            results[name]["quality"] = quality(name, topology, options.fit_tokens, options.tokens)
             show_quality(name, topology, results[name]["quality"])
     if options.only != "quality":
         results["olmoe-layer"] = {"speed": speed(olmoe_layer(), "8")}

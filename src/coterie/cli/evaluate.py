@@ -10,7 +10,7 @@ import typer
 
 from coterie.cli.common import JsonOption, SeedOption, emit_json, progress
 from coterie.cli.evaluate_show import show
-from coterie.cli.pruning_options import PruningOptions
+from coterie.cli.pruning_options import AUTO, FLOOR_HELP, PruningOptions
 from coterie.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def evaluate_model(
     fit: Annotated[
         Path | None, typer.Option(help="A trace of the model on other text, to fit --peak or priced.")
     ] = None,
-    floor: Annotated[str, typer.Option(help="Least share of its weight a token keeps (priced).")] = "0",
+    floor: Annotated[str, typer.Option(help=FLOOR_HELP)] = AUTO,
     renormalise: Annotated[
         bool | None, typer.Option("--renormalise/--no-renormalise", help="Rescale kept weights; as the model does.")
     ] = None,

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from coterie.pruning.fitting import RuleChoice
     from coterie.topology import Topology
 
-_DEFAULTS = {"rule": "cap", "floor": "0", "topology": None, "placement": None, "fit": None, "renormalise": None}
+AUTO = "auto"
+FLOOR_HELP = "Least share of its weight a token keeps (priced); auto: where the target costs least."
+_DEFAULTS = {"rule": "cap", "floor": AUTO, "topology": None, "placement": None, "fit": None, "renormalise": None}
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,14 @@ class PruningOptions:
         from coterie.units import parse_fraction
 
         p, peak = (None if value is None else parse_fraction(value) for value in (self.prune, self.peak))
-        return RuleChoice(self.rule, p, peak, parse_fraction(self.floor))
+        return RuleChoice(self.rule, p, peak, parse_floor(self.floor))
+
+
+def parse_floor(text: str) -> float | None:
+    """A floor as it was written; None for one that is to be chosen."""
+    from coterie.units import parse_fraction
+
+    return None if text == AUTO else parse_fraction(text)
 
 
 def topology_of(placement: Placement, topology: str | None, file: Path) -> Topology:

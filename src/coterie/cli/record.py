@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coterie.cli.common import JsonOption, SeedOption, emit_json, progress, say
-from coterie.cli.pruning_options import PruningOptions
+from coterie.cli.pruning_options import AUTO, FLOOR_HELP, PruningOptions
 from coterie.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def record(
     fit: Annotated[
         Path | None, typer.Option(help="A trace of the model on other text, to fit --peak or priced.")
     ] = None,
-    floor: Annotated[str, typer.Option(help="Least share of its weight a token keeps (priced).")] = "0",
+    floor: Annotated[str, typer.Option(help=FLOOR_HELP)] = AUTO,
     renormalise: Annotated[
         bool | None, typer.Option("--renormalise/--no-renormalise", help="Rescale kept weights; as the model does.")
     ] = None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coterie.cli.common import JsonOption, emit_json, note, progress, say, table
-from coterie.cli.pruning_options import topology_of
+from coterie.cli.pruning_options import AUTO, FLOOR_HELP, parse_floor, topology_of
 from coterie.errors import ConfigError
 from coterie.units import parse_fraction
 
@@ -29,7 +29,7 @@ def trace_prune(
     p: Annotated[str | None, typer.Option("-p", help="Share of a token's routing weight that may be dropped.")] = None,
     peak: Annotated[str | None, typer.Option(help="Remote visits per token to the busiest device to reach.")] = None,
     heldout: Annotated[str, typer.Option(help="Share of the tokens that only measure.")] = "0.5",
-    floor: Annotated[str, typer.Option(help="Least share of its weight a token keeps (priced).")] = "0",
+    floor: Annotated[str, typer.Option(help=FLOOR_HELP)] = AUTO,
     as_json: JsonOption = False,
 ) -> None:
     """Drop, token by token, the devices that hold too little routing weight to be worth a visit.
@@ -41,7 +41,7 @@ def trace_prune(
     from coterie.pruning.prune import prune_trace_to
     from coterie.trace.open import open_trace
 
-    choice = RuleChoice(rule, _fraction(p), _fraction(peak), parse_fraction(floor))
+    choice = RuleChoice(rule, _fraction(p), _fraction(peak), parse_floor(floor))
     share = parse_fraction(heldout)
     with progress() as listen:
         routing = open_trace(trace, progress=listen)

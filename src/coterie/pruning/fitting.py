@@ -12,10 +12,11 @@ from typing import TypeVar
 from coterie.errors import ConfigError, unknown_name
 from coterie.progress import Progress, silent
 from coterie.pruning.destinations import Cap, Naive, Priced, PruningRule
-from coterie.pruning.prices import fit_prices
-from coterie.pruning.routed import RoutedTrace, peaks
+from coterie.pruning.prices import Prices, fit_prices
+from coterie.pruning.routed import RoutedTrace, peaks, squared_loss
 from coterie.trace.routing_trace import ALL_TOKENS, TokenSelector
 
+FLOORS = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9)
 THRESHOLD_STEPS = 10_000  # thresholds p are multiples of one ten-thousandth
 Rule = TypeVar("Rule", bound=PruningRule)
 
@@ -28,13 +29,14 @@ class RuleChoice:
         name: "cap", "naive" or "priced".
         p: share of a token's weight that may be dropped; for "priced", the peak that CAP's rule reaches with it.
         peak: target of the remote peak traffic, visits per token, mean over layers.
-        floor: for "priced", the least share of its weight a token keeps.
+        floor: for "priced", the least share of its weight a token keeps; None: of `FLOORS` the one with which the
+            target is met at the least `squared_loss`.
     """
 
     name: str = "cap"
     p: float | None = None
     peak: float | None = None
-    floor: float = 0.0
+    floor: float | None = 0.0
 
     def __post_init__(self) -> None:
         if self.name not in RULES:
@@ -85,8 +87,31 @@ def _fit_priced(choice: RuleChoice, routed: RoutedTrace, tokens: TokenSelector, 
     peak = choice.peak if choice.p is None else float(peaks(routed, Cap(choice.p), tokens).mean())
     assert peak is not None
     prices = fit_prices(routed, tokens, progress)
-    strengths = prices.num_strengths
-    return weakest(lambda n: Priced(prices.theta(n), choice.floor), strengths, routed, tokens, peak, progress)
+    floor = choose_floor(prices, routed, tokens, peak, progress) if choice.floor is None else choice.floor
+    return priced_at(prices, floor, routed, tokens, peak, progress)
+
+
+def priced_at(
+    prices: Prices, floor: float, routed: RoutedTrace, tokens: TokenSelector, peak: float, progress: Progress = silent
+) -> Priced:
+    """The least prices that bring the selected tokens' peak within a target, at a floor."""
+    return weakest(lambda n: Priced(prices.theta(n), floor), prices.num_strengths, routed, tokens, peak, progress)
+
+
+def choose_floor(
+    prices: Prices, routed: RoutedTrace, tokens: TokenSelector, peak: float, progress: Progress = silent
+) -> float:
+    """The floor of `FLOORS` with which the target peak is met at the least `squared_loss`; 0 where none meets it.
+
+    Source: beyond the papers. Without a floor prices lose the least weight, but all of it for some tokens.
+    """
+    found = {}
+    for floor in FLOORS:
+        try:
+            found[floor] = squared_loss(routed, priced_at(prices, floor, routed, tokens, peak, progress), tokens)
+        except ConfigError:  # higher floors leave more traffic still
+            break
+    return min(found, key=found.__getitem__) if found else 0.0
 
 
 def weakest(

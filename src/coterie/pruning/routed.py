@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from coterie.errors import InfeasiblePlacement
 from coterie.pruning.destinations import LayerTokens, PruningRule
-from coterie.pruning.traffic import remote_peak_traffic, remote_visits
+from coterie.pruning.traffic import kept_weight, remote_peak_traffic, remote_visits
 from coterie.spec import MoESpec
 from coterie.topology import Topology
 from coterie.trace.check import pieces
@@ -62,6 +62,19 @@ class RoutedTrace:
             part = chosen[piece]
             contiguous = part[-1] - part[0] + 1 == part.size
             yield self.layer(index, slice(int(part[0]), int(part[-1]) + 1) if contiguous else part)
+
+
+def squared_loss(routed: RoutedTrace, rule: PruningRule, tokens: TokenSelector) -> float:
+    """Mean over tokens and layers of the square of the share of its weight that a token loses.
+
+    What a loss of weight costs in quality grows faster than the weight: many small losses are better than few large.
+    """
+    total, count = 0.0, 0
+    for layer in range(routed.trace.num_layers):
+        for piece in routed.layer_pieces(layer, tokens):
+            total += float(((1 - kept_weight(piece, rule.prune_layer(layer, piece))) ** 2).sum())
+            count += len(piece.home_T)
+    return total / count
 
 
 def linear_devices(spec: MoESpec, topology: Topology) -> NDArray[np.int64]:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from coterie.errors import ConfigError, InfeasiblePlacement, TraceError
 from coterie.pruning.destinations import Cap, Naive, Priced, PruningRule
-from coterie.pruning.fitting import RULES, RuleChoice, fit_rule
+from coterie.pruning.fitting import FLOORS, RULES, RuleChoice, fit_rule
 from coterie.pruning.prices import LEVELS, fit_prices, price_layers, theta_at_levels
-from coterie.pruning.routed import RoutedTrace, linear_devices, peaks
+from coterie.pruning.routed import RoutedTrace, linear_devices, peaks, squared_loss
 from coterie.pruning.traffic import kept_weight
 from coterie.spec import MoESpec
 from coterie.topology import Topology
@@ -197,3 +197,33 @@ def test_devices_that_do_not_fit_are_refused() -> None:
 def test_linear_devices_are_runs() -> None:
     devices = linear_devices(MoESpec("toy", 2, 5, 2), Topology.parse("2"))
     assert devices.tolist() == [[0, 0, 0, 1, 1]] * 2
+
+
+def test_the_floor_is_chosen_where_large_losses_are_fewest() -> None:
+    routed = skewed(layers=3)
+    tokens = slice(None)
+    peak = float(peaks(routed, Cap(0.3), tokens).mean())
+    chosen = fit_rule(RuleChoice("priced", peak=peak, floor=None), routed)
+    loss = {}
+    for floor in FLOORS:
+        try:
+            rule = fit_rule(RuleChoice("priced", peak=peak, floor=floor), routed)
+        except ConfigError:
+            continue
+        loss[floor] = squared_loss(routed, rule, tokens)
+    assert chosen.floor == min(loss, key=loss.get)
+    assert squared_loss(routed, chosen, tokens) == min(loss.values())
+    assert float(peaks(routed, chosen, tokens).mean()) <= peak + 1e-9
+
+
+def test_squared_loss_is_that_of_a_plain_loop() -> None:
+    routed = skewed(layers=2)
+    rule = Cap(0.3)
+    lost = []
+    for layer in range(2):
+        piece = routed.layer(layer)
+        kept = rule.prune_layer(layer, piece)
+        for weights, before, stays in zip(piece.weight_TK, piece.before_TK, kept, strict=True):
+            had = weights[before].sum()
+            lost.append((1 - weights[stays].sum() / had) ** 2)
+    assert squared_loss(routed, rule, slice(None)) == pytest.approx(np.mean(lost))
