@@ -14,7 +14,7 @@ import coterie
 from coterie.errors import ConfigError, unknown_name
 from coterie.files import write_text
 from coterie.report.page import Page
-from coterie.study.widths import ordering
+from coterie.study.widths import curves, iso_memory, ordering
 from coterie.study.widths.context import StudyContext
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ class Study:
 
 STUDIES: Sequence[Study] = (
     Study("ordering", ordering.run, ordering.show),
+    Study("policies", curves.run, curves.show, ("curves", "at_crisp_loss")),
+    Study("iso_memory", iso_memory.run, iso_memory.show),
 )  # fmt: skip
 
 
