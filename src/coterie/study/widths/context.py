@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from coterie.models.reorder import reordered
 from coterie.profile.model_profile import ModelProfile
 from coterie.progress import Progress, silent
 from coterie.study.measure import Bench, Measured, window_ids
+from coterie.study.widths.uses import Uses, record_uses
 
 if TYPE_CHECKING:
     from coterie.pruning.width_plan import WidthPlan
@@ -119,6 +121,11 @@ class StudyContext:
         """The first seed, for what needs one only, such as intervals."""
         return self.seeds[0]
 
+    @cached_property
+    def uses(self) -> Uses:
+        """Which combinations the unchanged model uses on the windows of `bench`."""
+        return record_uses(self.model, self.bench.ids_WN, progress=self.progress)
+
     @property
     def subject(self) -> str:
         """A few words that stand beside every figure: which model, and how small."""
@@ -169,11 +176,12 @@ def make_context(
 
 
 def make_profile(
-    model: Any, tokenizer: Any, texts: Mapping[str, str], size: StudySize, *, seed: int = 0, progress: Progress = silent
-) -> ModelProfile:
+    model: Any, tokenizer: Any, texts: Mapping[str, str], size: StudySize, *, seed: int = 0,
+    update: ModelProfile | None = None, progress: Progress = silent,
+) -> ModelProfile:  # fmt: skip
     """A profile of the beginnings of texts, with gradients, on as many whole windows as they fill.
 
-    Warnings of uncertain tiers are left to the page, which tells the estimate.
+    With `update` the text is added to an earlier profile. Warnings of uncertain tiers are left to the page, which tells the estimate.
     """
     joined = "\n".join(text[: size.profile_characters] for text in texts.values())
     tokens = len(tokenizer(joined, add_special_tokens=False, verbose=False)["input_ids"])
@@ -184,7 +192,7 @@ def make_profile(
         warnings.filterwarnings("ignore", message=".*are few for tiers", category=UserWarning)
         return profile_model(
             model, tokenizer, {"first halves of " + ", ".join(texts): joined}, tokens=whole,
-            window=size.window, seed=seed, progress=progress,
+            window=size.window, seed=seed, update=update, progress=progress,
         )  # fmt: skip
 
 

@@ -14,7 +14,19 @@ import coterie
 from coterie.errors import ConfigError, unknown_name
 from coterie.files import write_text
 from coterie.report.page import Page
-from coterie.study.widths import curves, iso_memory, ordering
+from coterie.study.widths import (
+    asymmetric,
+    curves,
+    dominance,
+    frequency_damage,
+    iso_memory,
+    memory,
+    ordering,
+    roles,
+    skew,
+    tiers_quality,
+    transfer,
+)
 from coterie.study.widths.context import StudyContext
 
 if TYPE_CHECKING:
@@ -39,9 +51,17 @@ class Study:
 
 
 STUDIES: Sequence[Study] = (
+    Study("frequency_damage", frequency_damage.run, frequency_damage.show),
+    Study("roles", roles.run, roles.show),
+    Study("skew", skew.run, skew.show),
+    Study("dominance", dominance.run, dominance.show),
     Study("ordering", ordering.run, ordering.show),
     Study("policies", curves.run, curves.show, ("curves", "at_crisp_loss")),
     Study("iso_memory", iso_memory.run, iso_memory.show),
+    Study("tiers_quality", tiers_quality.run, tiers_quality.show),
+    Study("asymmetric", asymmetric.run, asymmetric.show),
+    Study("transfer", transfer.run, transfer.show),
+    Study("memory", memory.run, memory.show, ("offline_seconds",)),
 )  # fmt: skip
 
 
@@ -59,7 +79,7 @@ def chosen_studies(names: Sequence[str] = ()) -> Sequence[Study]:
 
 
 def run_studies(context: StudyContext, studies: Sequence[Study] = STUDIES) -> dict[str, Any]:
-    """Everything the studies find, ready for JSON; the same for the same model, text and seed, but for `seconds`."""
+    """Everything the studies find, ready for JSON; the same for the same model, text and seed, but for seconds."""
     result = _head(context)
     seconds: dict[str, float] = {}
     for number, study in enumerate(studies):
