@@ -16,7 +16,7 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[$*$(if $(EXTRAS),$(comma)$(EXTRAS))]"
 	@touch $@
 
-demo: $(VENV)/.installed-run
+demo: $(VENV)/.installed-models
 	@$(BIN)/coterie demo
 
 test: $(VENV)/.installed-test
@@ -36,6 +36,7 @@ bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/partitioner.py
 	$(BIN)/python benchmarks/speed.py
 	$(BIN)/python benchmarks/synthetic.py
+	$(BIN)/python benchmarks/offload_policies.py
 
 # Trains the two models that ship (src/coterie/data/models) and the dense ones they are compared with; MINUTES for each.
 MINUTES ?= 60

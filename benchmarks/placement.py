@@ -48,7 +48,8 @@ def spectrum_gap(setting: Setting) -> dict[str, float]:
 
     Returns:
         the least and the mean of the ratio of costs over CAP's points; a least above 1 says that no point of CAP's
-        spectrum is better than ours at equal B.
+        spectrum is better than ours at equal B. "beyond" of CAP's "points" have a lower B than any of ours: with these
+        there is no comparison.
     """
     parts = split(setting.trace, HELDOUT)
     held = {}
@@ -62,7 +63,10 @@ def spectrum_gap(setting: Setting) -> dict[str, float]:
     for limit, theirs in zip(*held["cap-spectrum"], strict=True):
         within = balance <= limit
         found.append(theirs / cost[within].min() if within.any() else np.nan)
-    return {"least": float(np.nanmin(found)), "mean": float(np.nanmean(found)), "beyond": int(np.isnan(found).sum())}
+    beyond = int(np.isnan(found).sum())
+    return {
+        "least": float(np.nanmin(found)), "mean": float(np.nanmean(found)), "beyond": beyond, "points": len(found)
+    }  # fmt: skip
 
 
 def measure(name: str, topology: Topology, seed: int) -> dict[str, Any]:

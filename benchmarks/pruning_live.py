@@ -42,7 +42,7 @@ from coterie.placement.driver import place, prepare
 from coterie.placement.placement import Placement
 from coterie.pruning.destinations import Cap, Naive, Priced, PruningRule
 from coterie.pruning.fitting import THRESHOLD_STEPS, weakest
-from coterie.pruning.prices import LEVELS, theta_at_levels
+from coterie.pruning.prices import fit_prices
 from coterie.pruning.routed import RoutedTrace, peaks
 from coterie.topology import Topology
 from coterie.trace.routing_trace import ALL_TOKENS, RoutingTrace
@@ -179,7 +179,8 @@ def set_up(name: str, topology: Topology, tokens: int) -> Setup:
 
 def rules_of(setup: Setup) -> Iterator[tuple[str, float, str, PruningRule]]:
     """(rule, p, compared at, fitted rule)."""
-    theta_NLG = theta_at_levels(setup.fit, ALL_TOKENS)
+    prices = fit_prices(setup.fit, ALL_TOKENS)
+    strengths = prices.num_strengths
     for p in THRESHOLDS:
         yield "cap", p, "equal p and peak", Cap(p)
     for p in THRESHOLDS:
@@ -191,7 +192,7 @@ def rules_of(setup: Setup) -> Iterator[tuple[str, float, str, PruningRule]]:
         )  # fmt: skip
         for name, floor in FLOORS.items():
             yield name, p, "equal peak", weakest(
-                lambda n, floor=floor: Priced(theta_NLG[LEVELS - n], floor), LEVELS + 1, setup.heldout, ALL_TOKENS, peak
+                lambda n, floor=floor: Priced(prices.theta(n), floor), strengths, setup.heldout, ALL_TOKENS, peak
             )  # fmt: skip
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -85,11 +84,13 @@ class MakeProblem(Protocol):
 
 @pytest.fixture(scope="session")
 def make_problem(make_trace: MakeTrace) -> MakeProblem:
-    """Makes the placement problem of the one layer of a `make_trace`, on a topology."""
+    """Makes the placement problem of the one layer of a `make_trace`, on a topology; windows of 256 tokens or more."""
 
     def make(topology: str | Topology = "4", keep_groups: bool = False, **trace: Any) -> LayerProblem:
         parsed = Topology.parse(topology) if isinstance(topology, str) else topology
-        return build_problem(make_trace(**{"layers": 1, **trace}), 0, parsed, keep_groups=keep_groups)
+        made = make_trace(**{"layers": 1, **trace})
+        with patch("coterie.placement.problem.WINDOW_TOKENS", 256):
+            return build_problem(made, 0, parsed, keep_groups=keep_groups)
 
     return make
 
@@ -134,45 +135,6 @@ def make_profile() -> MakeProfile:
         return ModelProfile(**{**values, **fields})
 
     return make
-
-
-@pytest.fixture
-def width_execution(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where widths of a live model are not there, a stand-in that tells width 0 from others: enough for skipping."""
-    if importlib.util.find_spec("coterie.models.widths") is not None:
-        return
-    from coterie.errors import ConfigError
-    from coterie.models.identity import identity_of
-    from coterie.models.intercept import intercept
-    from coterie.ops.widths import WidthTables
-
-    class WidthCounter:
-        def __init__(self) -> None:
-            self.tokens, self.neurons, self.full = 0, 0, 0
-
-        def stats(self) -> Any:
-            figures = {"num_tokens": self.tokens, "share": self.neurons / max(self.full, 1), "skipped": 0.0}
-            return SimpleNamespace(to_json=lambda: {**figures, "layers": {}})
-
-    def require_plan(model: Any, plan: Any) -> None:
-        if identity_of(model) != plan.identity:
-            raise ConfigError(f"the width plan is of the model {plan.spec.model} with identity {plan.identity}")
-
-    def apply_widths(model: Any, plan: Any, *, count: WidthCounter) -> Any:
-        tables = WidthTables.of(plan)
-
-        def decide(layer: int, hidden_TH: Any, ids_TK: Any, weights_TK: Any) -> Any:
-            width_TK = tables.widths(layer, ids_TK, weights_TK)
-            count.tokens += len(ids_TK) if layer == 0 else 0
-            count.neurons += int(width_TK.sum())
-            count.full += width_TK.numel() * plan.width
-            return ids_TK, weights_TK * (width_TK > 0)
-
-        return intercept(model, decide)
-
-    execution = SimpleNamespace(apply_widths=apply_widths, require_plan=require_plan)
-    monkeypatch.setitem(sys.modules, "coterie.models.widths", execution)
-    monkeypatch.setitem(sys.modules, "coterie.models.width_counts", SimpleNamespace(WidthCounter=WidthCounter))
 
 
 # ---- tiny random checkpoints of every family ------------------------------------------------------------------------

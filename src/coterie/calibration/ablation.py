@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from coterie.calibration.dominance import anchor_pairs
 from coterie.calibration.text_windows import TextWindow, window_loss
 from coterie.models.intercept import intercept
-from coterie.profile.tiers import COLD, WARM, tiers
+from coterie.pruning.tiers import COLD, WARM, tiers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,9 +32,9 @@ def choose_pairs(pairs_LEE: NDArray[np.int64], budget: int) -> list[Pair]:
         budget: pairs, over all layers.
     """
     lists = []
-    for layer, counts_EE in enumerate(pairs_LEE):
+    for layer, (counts_EE, tier_EE) in enumerate(zip(pairs_LEE, tiers(pairs_LEE), strict=True)):
         rows, columns = np.triu_indices(len(counts_EE), 1)
-        uses, tier = counts_EE[rows, columns], tiers(counts_EE)[rows, columns]
+        uses, tier = counts_EE[rows, columns], tier_EE[rows, columns]
         falling = np.argsort(-uses, kind="stable")
         lists += [
             [(layer, int(rows[at]), int(columns[at])) for at in falling if tier[at] == wanted and uses[at] > 0]

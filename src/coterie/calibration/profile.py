@@ -25,8 +25,8 @@ from coterie.models.layers import find_moe_layers, spec_of
 from coterie.models.record import refuse_training
 from coterie.profile.model_profile import ModelProfile
 from coterie.profile.profile_file import check_profile, digest_of
-from coterie.profile.tiers import tier_error
 from coterie.progress import Progress, silent
+from coterie.pruning.tier_error import tier_error
 from coterie.spec import MoESpec
 
 MIN_TOKENS_PER_EXPERT = 16  # a mean over fewer varies by more than a quarter of the values' own spread

@@ -88,9 +88,9 @@ def _texts(files: list[Path], domains: list[str]) -> dict[str, str]:
 def _result(made: ModelProfile, out: Path, seconds: float) -> dict[str, Any]:
     import numpy as np
 
-    from coterie.profile.agreement import dominance_agreement
     from coterie.profile.combinations import top_share
-    from coterie.profile.tiers import tier_error
+    from coterie.pruning.agreement import dominance_agreement
+    from coterie.pruning.tier_error import tier_error
 
     skews = [top_share(counts_EE) for counts_EE in made.pairs_LEE] if made.spec.top_k > 1 else []
     return {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,8 +19,9 @@ def reorder(
     profile: Annotated[Path, typer.Option("--profile", help="The model's profile (coterie profile).")],
     out: Annotated[Path, typer.Option("--out", help="The folder to write.")],
     variant: Annotated[
-        str, typer.Option("--variant", help="The importance to go by, one that the profile holds.")
-    ] = "mean_abs_down",
+        str | None,
+        typer.Option("--variant", help="The importance to go by, one that the profile holds; the default one."),
+    ] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Run both on a little text first; on a difference nothing is written.")
     ] = False,
@@ -33,19 +33,15 @@ def reorder(
     """
     from coterie.evaluate.reordering import verify_reordering
     from coterie.models.reorder_checkpoint import reorder as write
+    from coterie.profile.profile_file import load_profile
 
     with progress() as listen:
-        measured = _load(profile)
         check = verify_reordering if verify else None
-        written = write(model, measured, out, variant=variant, check=check, progress=listen)
+        written = write(model, load_profile(profile), out, variant=variant, check=check, progress=listen)
     if as_json:
         emit_json(_result(model, written))
     else:
         _show(written)
-
-
-def _load(path: Path) -> Any:
-    return importlib.import_module("coterie.profile.profile_file").load_profile(path)
 
 
 def _result(model: str, written: Reordered) -> dict[str, Any]:

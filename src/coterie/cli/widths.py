@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -58,6 +57,7 @@ def widths(
     crisp and symmetric need no strength: alpha and beta have the paper's values.
     """
     from coterie.files import replacing
+    from coterie.profile.profile_file import load_profile
     from coterie.pruning.width_plan_file import save_plan
     from coterie.pruning.width_planning import plan_widths
     from coterie.units import parse_fraction
@@ -71,8 +71,7 @@ def widths(
         "layers": layers, "dominance": dominance, "step": step,
     }  # fmt: skip
     with replacing(out) as temporary, warnings_as_notes(), progress() as listen:  # a place to write to, before the work
-        # by name: this module is read by every verb, and the profile's reader only by this one
-        loaded = importlib.import_module("coterie.profile.profile_file").load_profile(profile)
+        loaded = load_profile(profile)
         plan_of: Callable[[float], WidthPlan] = lambda bytes: plan_widths(loaded, policy, bytes=bytes, **options)  # noqa: E731
         if allowance.wanted:
             plan = allowance.plan(loaded, plan_of, listen)

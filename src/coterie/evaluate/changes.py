@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,8 @@ from coterie.evaluate.change import Change
 from coterie.models.layers import spec_of
 from coterie.models.prune import Homes, prune_destinations
 from coterie.models.prune_counts import PruneCounter
+from coterie.models.width_counts import WidthCounter
+from coterie.models.widths import apply_widths, require_plan
 from coterie.progress import Progress, silent
 from coterie.pruning.fitting import RuleChoice, fit_rule
 from coterie.pruning.routed import RoutedTrace, linear_devices
@@ -94,14 +95,13 @@ def widths(model: Any, plan: WidthPlan) -> Change:
     Raises:
         ConfigError: when the plan is of another model.
     """
-    execution = importlib.import_module("coterie.models.widths")
-    counter = importlib.import_module("coterie.models.width_counts").WidthCounter()
+    counter = WidthCounter()
     require_shape(plan, spec_of(model))
-    execution.require_plan(model, plan)
+    require_plan(model, plan)
 
     @contextmanager
     def apply(model: Any, sequences: Sequence[int] | None) -> Iterator[None]:
-        with execution.apply_widths(model, plan, count=counter):
+        with apply_widths(model, plan, count=counter):
             yield
 
     told = {name: value for name, value in plan.settings.items() if name not in ("expected_bytes_by_layer", "profile")}

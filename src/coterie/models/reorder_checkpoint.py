@@ -19,8 +19,8 @@ from coterie.models.layers import spec_of
 from coterie.models.load import resolve
 from coterie.models.reorder import require_order
 from coterie.profile.model_profile import ModelProfile
-from coterie.profile.neuron_order import DEFAULT_VARIANT, neuron_order
 from coterie.progress import Progress, silent
+from coterie.pruning.importance_order import neuron_order
 
 RECORD_FILE = "coterie_reorder.json"  # in a reordered checkpoint: what it was made from
 
@@ -49,7 +49,7 @@ def reorder(
     profile: ModelProfile,
     out: str | Path,
     *,
-    variant: str = DEFAULT_VARIANT,
+    variant: str | None = None,
     check: Callable[[Path, Path], Any] | None = None,
     progress: Progress = silent,
 ) -> Reordered:
@@ -63,7 +63,7 @@ def reorder(
         model: a folder, a shipped model's name, or a hub id.
         profile: of this model.
         out: the folder to write; one that an earlier call wrote is replaced.
-        variant: the importance to go by.
+        variant: the importance to go by; None: the default one.
         check: called with the source and the new folder before that takes its place; what it raises, nothing is
             written.
         progress: told of every file of weights, in bytes.
@@ -77,7 +77,8 @@ def reorder(
     source, target = resolve(model), Path(out)
     if target.resolve().is_relative_to(source.resolve()) or source.resolve().is_relative_to(target.resolve()):
         raise ConfigError(f"{target} is the model's own folder; name a new one, beside it")
-    order_LEI = neuron_order(profile, variant)
+    order = neuron_order(profile, variant)
+    order_LEI = order.order_LEI
     digest, held = order_digest(order_LEI), read_config(source / "config.json").get(ORDER_KEY)
     profiled = profile.provenance.get("neuron_order")  # None: the model was as published
     if held != profiled:
@@ -98,9 +99,9 @@ def reorder(
             source, folder, order_LEI, spec.layer_ids or range(spec.num_layers), {ORDER_KEY: digest}, progress
         )
         record = {
-            "kind": "coterie.reorder", "model": spec.model, "identity": identity, "order": digest, "variant": variant,
-            "profile": dict(profile.provenance), "coterie": coterie.__version__,
+            "kind": "coterie.reorder", "model": spec.model, "identity": identity, "order": digest,
+            "variant": order.variant, "profile": dict(profile.provenance), "coterie": coterie.__version__,
         }  # fmt: skip
         (folder / RECORD_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         found = None if check is None else check(source, folder)
-    return Reordered(target, digest, variant, tuple(left_out), found)
+    return Reordered(target, digest, order.variant, tuple(left_out), found)

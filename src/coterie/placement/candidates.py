@@ -13,7 +13,7 @@ from coterie.placement.metrics import LayerMetrics, measure_layer
 from coterie.placement.objective import Objective
 from coterie.placement.parallel import map_layers
 from coterie.placement.path import Path, build_path
-from coterie.placement.problem import NUM_WINDOWS, SEARCH_TOKENS, build_problem, windows
+from coterie.placement.problem import SEARCH_TOKENS, build_problem, windows
 from coterie.progress import Progress
 from coterie.topology import Topology
 from coterie.trace.routing_trace import RoutingTrace, TokenSelector
@@ -113,7 +113,7 @@ def propose(setting: Setting, method: str, tokens: TokenSelector, sample: int = 
     devices = map_layers(one, num_layers, f"placing ({method})", setting.progress)
     fit = _measure(setting, devices, tokens)
     selected = np.arange(setting.trace.num_tokens, dtype=np.int64)[tokens]
-    parts = [_measure(setting, devices, selected[cut]) for cut in windows(selected.size, NUM_WINDOWS)]
+    parts = [_measure(setting, devices, selected[cut]) for cut in windows(selected.size)]
     costs = _mean([part.costs(setting.objective) for part in parts])
     balances = _mean([fit.values("balance"), _mean([part.values("balance") for part in parts])])
     return Candidates(devices, fit, costs, balances, build_path(costs, balances))

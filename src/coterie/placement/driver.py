@@ -25,6 +25,7 @@ from coterie.trace.routing_trace import ALL_TOKENS, RoutingTrace, TokenSelector
 from coterie.trace.splits import split
 
 VALIDATION_SHARE = 0.2
+STANDARD_ERRORS = 2
 _COMPILE_TOKENS = 8
 COMPARED = ("linear", "eplb", "cap", "coterie")
 
@@ -206,7 +207,7 @@ def _default_point(objective: Objective, trial: Candidates, validation: Measured
     for name in ("balance", "dpt", "peak_traffic"):
         difference = path.table(validation.values(name)) - np.array([getattr(layer, name) for layer in cap])
         error = difference.std(axis=1) / np.sqrt(len(cap))
-        within[name] = difference.mean(axis=1) <= 2 * error
+        within[name] = difference.mean(axis=1) <= STANDARD_ERRORS * error
     for allowed in (within["balance"] & within["dpt"] & within["peak_traffic"], within["balance"]):
         if allowed.any():
             return int(np.argmin(np.where(allowed, score, np.inf)))

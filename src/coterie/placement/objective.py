@@ -32,8 +32,8 @@ class Objective:
 
         A visit costs 1, a node `inter_cost - 1` more (its first visit crosses the slow link; one node: 0). On G
         devices with equal visits the peak is DPT / G, so a peak weight of 0.75 G makes it count three quarters of
-        DPT. This and the price of balance were picked by the later halves of four real traces, the same that
-        README's ratios are measured on; see there for a trace that had no part in it.
+        DPT. This and the price of balance do no worse than their neighbours in cross-validation
+        (`benchmarks/choose_settings.py`), but were first picked on tokens that README's ratios are measured on.
         """
         node = topology.inter_cost - 1.0 if topology.num_nodes > 1 else 0.0
         return cls(device=1.0, node=node, peak=0.75 * topology.num_devices, balance=0.75)

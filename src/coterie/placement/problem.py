@@ -19,7 +19,7 @@ from coterie.trace.routing_trace import ALL_TOKENS, RoutingTrace, TokenSelector
 NO_EXPERT = -1
 MAX_TOP_K = 255
 NUM_WINDOWS = 4
-WINDOW_TOKENS = 256
+WINDOW_TOKENS = 1024
 SEARCH_TOKENS = 16_384
 TRIAL_TOKENS = 4_096
 
@@ -94,7 +94,7 @@ def build_problem(
     num_experts = trace.spec.num_experts
     ids_TK, kept_TK = routing.expert_ids_TK, routing.kept_TK
     stride = -(-len(ids_TK) // sample)
-    cuts = windows(len(ids_TK), NUM_WINDOWS)
+    cuts = windows(len(ids_TK))
     parts = [
         merge_sets(ids_TK[cut][::stride], None if kept_TK is None else kept_TK[cut][::stride], num_experts)
         for cut in cuts
@@ -113,9 +113,12 @@ def build_problem(
     )
 
 
-def windows(num_tokens: int, most: int) -> list[slice]:
-    """Consecutive windows of equal size (to one token) that cover the tokens; at least WINDOW_TOKENS in each."""
-    count = max(1, min(most, num_tokens // WINDOW_TOKENS))
+def windows(num_tokens: int) -> list[slice]:
+    """Consecutive windows of equal size (to one token) that cover the tokens.
+
+    NUM_WINDOWS, or fewer, so that each holds WINDOW_TOKENS: in a small window chance decides which device is busiest.
+    """
+    count = max(1, min(NUM_WINDOWS, num_tokens // WINDOW_TOKENS))
     ends = np.linspace(0, num_tokens, count + 1).round().astype(int)
     return [slice(int(start), int(end)) for start, end in pairwise(ends)]
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 from coterie.errors import ConfigError, unknown_name
 from coterie.progress import Progress, silent
 from coterie.pruning.destinations import Cap, Naive, Priced, PruningRule
-from coterie.pruning.prices import LEVELS, theta_at_levels
+from coterie.pruning.prices import fit_prices
 from coterie.pruning.routed import RoutedTrace, peaks
 from coterie.trace.routing_trace import ALL_TOKENS, TokenSelector
 
@@ -80,12 +80,13 @@ def _fit_p(
 def _fit_priced(choice: RuleChoice, routed: RoutedTrace, tokens: TokenSelector, progress: Progress) -> Priced:
     """The least prices that reach the target peak, or the peak that CAP's rule reaches with the given p.
 
-    One level of traffic serves every layer and device: the highest with which the target is met.
+    One price of traffic serves every layer (`prices`): the lowest with which the target is met.
     """
     peak = choice.peak if choice.p is None else float(peaks(routed, Cap(choice.p), tokens).mean())
     assert peak is not None
-    theta_NLG = theta_at_levels(routed, tokens, progress)
-    return weakest(lambda n: Priced(theta_NLG[LEVELS - n], choice.floor), LEVELS + 1, routed, tokens, peak, progress)
+    prices = fit_prices(routed, tokens, progress)
+    strengths = prices.num_strengths
+    return weakest(lambda n: Priced(prices.theta(n), choice.floor), strengths, routed, tokens, peak, progress)
 
 
 def weakest(

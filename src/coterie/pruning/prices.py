@@ -1,6 +1,13 @@
-"""The price of a visit: thetas that bring every device down to one level of traffic."""
+"""The price of a visit: thetas that bring a layer's devices down to one level of traffic, and layers to one price.
+
+A step of the model takes what its layers take one after the other, so what counts is the mean of the layers' peaks.
+Within a layer the least weight is lost for a peak when every device comes down to that peak. Between layers the least
+is lost for a mean of peaks when one level less costs the same weight in every layer: levels fall in order of price.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +20,56 @@ from coterie.trace.routing_trace import TokenSelector
 LEVELS = 4096  # levels of traffic for which thetas are tabulated; one level is 1/4096 of the tokens
 THETA_DECIMALS = 6  # written files hold exactly the thetas that were used
 _NEVER = 2.0  # no share of a token's weight is as large
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Thetas of rising strength, from every visit to none; a step lowers one layer by one level.
+
+    Source: beyond CAP; the Lagrangian of "lose least weight, mean over layers of the peak within a target".
+
+    Attributes:
+        theta_NLG: [LEVELS + 1, L, G], as `theta_at_levels` gives them.
+        layer_S: [S] layer that each step lowers.
+    """
+
+    theta_NLG: NDArray[np.float64]
+    layer_S: NDArray[np.int64]
+
+    @property
+    def num_strengths(self) -> int:
+        """How many strengths there are, S + 1: 0 prunes nothing, the last leaves no remote visit."""
+        return self.layer_S.size + 1
+
+    def theta(self, strength: int) -> NDArray[np.float64]:
+        """The thetas of a strength, [L, G]."""
+        num_layers = self.theta_NLG.shape[1]
+        level_L = LEVELS - np.bincount(self.layer_S[:strength], minlength=num_layers)
+        theta_LG: NDArray[np.float64] = self.theta_NLG[level_L, np.arange(num_layers)]
+        return theta_LG
+
+
+def fit_prices(routed: RoutedTrace, tokens: TokenSelector, progress: Progress = silent) -> Prices:
+    """Thetas for every strength, fitted on the selected tokens.
+
+    Args:
+        routed: the trace and its devices.
+        tokens: which tokens to use.
+        progress: told of every layer.
+    """
+    return price_layers(theta_at_levels(routed, tokens, progress))
+
+
+def price_layers(theta_NLG: NDArray[np.float64]) -> Prices:
+    """The order in which layers come down: the visit that a device loses next weighs about its theta there, so a layer
+    pays the sum of its thetas for a level; these rise as levels fall, so its own steps stay in order.
+
+    Args:
+        theta_NLG: [LEVELS + 1, L, G], falling in N.
+    """
+    price_SL = theta_NLG[-2::-1].sum(axis=2)  # of coming down to levels LEVELS - 1 .. 0
+    order = np.argsort(price_SL.ravel(), kind="stable")
+    return Prices(theta_NLG, order % theta_NLG.shape[1])
 
 
 def theta_at_levels(routed: RoutedTrace, tokens: TokenSelector, progress: Progress = silent) -> NDArray[np.float64]:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from coterie.errors import ConfigError
 
 TIERS = ("hot", "warm", "cold")
+HOT, WARM, COLD = 0, 1, 2
 _MARGIN = 1e-12  # so that thresholds computed from one another do not depend on rounding
 
 
@@ -28,19 +29,23 @@ def uses_before(pairs_LEE: NDArray[Any]) -> NDArray[np.float64]:
     before_LEE = np.full(pairs_LEE.shape, np.inf)
     low_P, high_P = np.triu_indices(num_experts, 1)
     for layer in range(num_layers):
-        uses_P = pairs_LEE[layer, low_P, high_P].astype(np.int64)
-        order_P = np.argsort(-uses_P, kind="stable")
-        falling_P = uses_P[order_P]
-        if not falling_P.sum():
-            continue
-        share_P = (np.cumsum(falling_P) - falling_P) / falling_P.sum()
-        low, high = low_P[order_P], high_P[order_P]
-        before_LEE[layer, low, high] = before_LEE[layer, high, low] = np.where(falling_P > 0, share_P, np.inf)
+        before_P = share_before(pairs_LEE[layer, low_P, high_P])
+        before_LEE[layer, low_P, high_P] = before_LEE[layer, high_P, low_P] = before_P
     return before_LEE
 
 
-def tiers_from(before_LEE: NDArray[np.float64], alpha: float, beta: float) -> NDArray[np.uint8]:
-    """The tier of every combination from what `uses_before` gives.
+def share_before(uses_P: NDArray[Any]) -> NDArray[np.float64]:
+    """The share of all uses that more frequent combinations hold, for each of a list; infinite for the unused."""
+    order_P = np.argsort(-uses_P, kind="stable")
+    falling_P = uses_P[order_P]
+    share_P = np.full(uses_P.shape, np.inf)
+    if falling_P.sum() > 0:
+        share_P[order_P] = np.where(falling_P > 0, (np.cumsum(falling_P) - falling_P) / falling_P.sum(), np.inf)
+    return share_P
+
+
+def tiers_from(before: NDArray[np.float64], alpha: float, beta: float) -> NDArray[np.uint8]:
+    """The tier of every combination from what `uses_before` or `share_before` gives.
 
     Hot are the most frequent up to a share alpha of the uses, warm those up to beta, cold the rest and the unseen. The
     combination that crosses a threshold is on the more frequent side.
@@ -57,7 +62,7 @@ def tiers_from(before_LEE: NDArray[np.float64], alpha: float, beta: float) -> ND
         raise ConfigError(
             f"alpha {alpha:g} and beta {beta:g} must be rising shares of the uses within 0 and 1, e.g. 0.6 and 0.9"
         )
-    above_alpha, above_beta = before_LEE >= alpha - _MARGIN, before_LEE >= beta - _MARGIN
+    above_alpha, above_beta = before >= alpha - _MARGIN, before >= beta - _MARGIN
     return above_alpha.astype(np.uint8) + above_beta.astype(np.uint8)
 
 

@@ -125,7 +125,7 @@ def test_files_that_are_not_there(run: Run) -> None:
 
 
 @pytest.fixture
-def of_mixtral(tiny_checkpoint: Any, profile: Any, width_execution: None) -> Any:
+def of_mixtral(tiny_checkpoint: Any, profile: Any) -> Any:
     """The folder of a tiny Mixtral, of which the profile says it is."""
     from coterie.models.identity import identity_of
     from coterie.models.load import load_model

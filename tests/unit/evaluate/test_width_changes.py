@@ -15,7 +15,7 @@ from coterie.pruning.width_planning import plan_widths
 from coterie.spec import MoESpec
 from coterie.topology import Topology
 
-pytestmark = [pytest.mark.needs("transformers"), pytest.mark.usefixtures("width_execution")]
+pytestmark = pytest.mark.needs("transformers")
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from coterie.errors import CheckpointError, ConfigError
 from coterie.families import FAMILIES
 from coterie.models.identity import ORDER_KEY, identity_of, order_digest
 from coterie.profile.model_profile import ModelProfile
-from coterie.profile.neuron_order import neuron_order
+from coterie.pruning.importance_order import neuron_order
 
 pytestmark = pytest.mark.needs("transformers")
 
@@ -77,7 +77,7 @@ def test_what_is_loaded_is_the_model_reordered_in_memory(
     profile = profile_of(model)
     written = coterie.reorder(tiny_checkpoint(family), profile, tmp_path / "out")
     copy = load_model(tmp_path / "out")
-    order = neuron_order(profile)
+    order = neuron_order(profile).order_LEI
     with reordered(model, order):
         expected = model.state_dict()
         assert copy.state_dict().keys() == expected.keys()
@@ -119,7 +119,7 @@ def test_shards_and_all_other_files_are_copied_but_for_other_weights(load: Any, 
     assert after == {**before, ORDER_KEY: written.digest}
     assert json.loads((out / "coterie_reorder.json").read_text())["variant"] == "rms"
     copy = load_model(out)
-    with reordered(model, neuron_order(profile, "rms")):
+    with reordered(model, neuron_order(profile, "rms").order_LEI):
         assert all(tensor.equal(model.state_dict()[name]) for name, tensor in copy.state_dict().items())
 
 
@@ -132,7 +132,7 @@ def test_fused_tensors_on_disk_are_reordered_too(load: Any, tmp_path: Path) -> N
     profile = profile_of(model)
     coterie.reorder(tmp_path / "source", profile, tmp_path / "out")
     copy = load_model(tmp_path / "out")
-    with reordered(model, neuron_order(profile)):
+    with reordered(model, neuron_order(profile).order_LEI):
         assert all(tensor.equal(model.state_dict()[name]) for name, tensor in copy.state_dict().items())
 
 
@@ -223,7 +223,7 @@ def test_the_command(load: Any, tiny_checkpoint: Any, tmp_path: Path, monkeypatc
     code, out, err = run(monkeypatch, capsys, *options, "--verify", "--json")
     assert (code, err) == (0, "")
     result = json.loads(out)
-    assert result["order"] == order_digest(neuron_order(profile))
+    assert result["order"] == order_digest(neuron_order(profile).order_LEI)
     assert 0 < result["verified"]["relative"] <= 1e-5
     assert result["verified"]["dtype"] == "bfloat16"
     assert 0 <= result["verified"]["kl"] <= result["verified"]["kl_max"] < 0.01
@@ -234,7 +234,7 @@ def test_the_command(load: Any, tiny_checkpoint: Any, tmp_path: Path, monkeypatc
     assert "bfloat16: KL from the original" in out
     code, out, err = run(monkeypatch, capsys, *options, "--variant", "nothing")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "unknown importance variant" in err
+    assert "unknown variant of importance" in err
 
 
 def test_verification_sees_a_wrong_checkpoint(load: Any, tiny_checkpoint: Any, tmp_path: Path) -> None:

@@ -11,17 +11,20 @@ from coterie.placement.candidates import measure_candidates, propose
 from coterie.placement.driver import prepare
 from coterie.placement.methods import METHODS
 from coterie.placement.metrics import measure_layer
-from coterie.placement.problem import NUM_WINDOWS, build_problem, windows
+from coterie.placement.problem import build_problem, windows
 from coterie.topology import Topology
 
 
 @pytest.mark.parametrize("tokens", [slice(0, 900), np.arange(1, 1800, 2)])
-def test_costs_are_of_windows_and_balances_of_both(make_trace: Any, tokens: Any) -> None:
+def test_costs_are_of_windows_and_balances_of_both(
+    make_trace: Any, monkeypatch: pytest.MonkeyPatch, tokens: Any
+) -> None:
+    monkeypatch.setattr("coterie.placement.problem.WINDOW_TOKENS", 256)
     trace, topology = make_trace(layers=2, tokens=1800), Topology.parse("2x2")
     setting = prepare(trace, topology, seed=4)
     found = propose(setting, "coterie", tokens)
     selected = np.arange(1800)[tokens]
-    parts = [selected[cut] for cut in windows(len(selected), NUM_WINDOWS)]
+    parts = [selected[cut] for cut in windows(len(selected))]
     assert len(parts) == 3
     for layer in range(2):
         problem = build_problem(trace, layer, topology, tokens)

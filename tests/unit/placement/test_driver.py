@@ -130,8 +130,11 @@ def validation_balance(setting: Any, device_LE: np.ndarray, fitting: Any) -> flo
 
 
 @pytest.mark.parametrize("seed", [9, 12, 22])  # B on validation does not fall all along their paths
-def test_a_balance_is_kept_on_the_validation_slice_or_else_said(make_trace: Any, seed: int) -> None:
+def test_a_balance_is_kept_on_the_validation_slice_or_else_said(
+    make_trace: Any, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
     """The promise is of the placement that is given out, not only of the one it was chosen by."""
+    monkeypatch.setattr("coterie.placement.problem.WINDOW_TOKENS", 256)  # several windows of so few tokens
     trace = make_trace(layers=2, tokens=700, sequences=14, seed=seed)
     setting = prepare(trace, Topology.parse("4"), seed=seed)
     kept = 0

@@ -57,17 +57,18 @@ def test_an_expert_that_is_not_kept_may_repeat_another() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "count"), [(1, 1), (511, 1), (512, 2), (767, 2), (768, 3), (1023, 3), (1024, 4), (9999, 4)]
+    ("tokens", "count"), [(1, 1), (2047, 1), (2048, 2), (3071, 2), (3072, 3), (4095, 3), (4096, 4), (9999, 4)]
 )
 def test_windows_cover_the_tokens_evenly(tokens: int, count: int) -> None:
-    cuts = windows(tokens, 4)
+    cuts = windows(tokens)
     sizes = [cut.stop - cut.start for cut in cuts]
     assert len(cuts) == count
     assert [t for cut in cuts for t in range(cut.start, cut.stop)] == list(range(tokens))
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_a_problem_counts_what_the_trace_holds(make_trace: Any) -> None:
+def test_a_problem_counts_what_the_trace_holds(make_trace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coterie.placement.problem.WINDOW_TOKENS", 256)
     trace = make_trace(layers=2, tokens=700, kept=0.6)
     chosen = slice(50, 650)
     found = build_problem(trace, 1, Topology.parse("2x2"), chosen)
@@ -86,7 +87,8 @@ def test_a_problem_counts_what_the_trace_holds(make_trace: Any) -> None:
         assert merged == counted(ids_TK[part], kept_TK[part])
 
 
-def test_many_tokens_are_sampled_for_the_sets_alone(make_trace: Any) -> None:
+def test_many_tokens_are_sampled_for_the_sets_alone(make_trace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coterie.placement.problem.WINDOW_TOKENS", 256)
     trace = make_trace(layers=1, tokens=600)
     found = build_problem(trace, 0, Topology.parse("4"), sample=250)
     sampled = np.concatenate([trace.expert_ids[0, :300:3], trace.expert_ids[0, 300::3]])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from coterie.errors import ConfigError, InfeasiblePlacement, TraceError
 from coterie.pruning.destinations import Cap, Naive, Priced, PruningRule
 from coterie.pruning.fitting import RULES, RuleChoice, fit_rule
-from coterie.pruning.prices import LEVELS, theta_at_levels
+from coterie.pruning.prices import LEVELS, fit_prices, price_layers, theta_at_levels
 from coterie.pruning.routed import RoutedTrace, linear_devices, peaks
 from coterie.pruning.traffic import kept_weight
 from coterie.spec import MoESpec
@@ -88,6 +88,44 @@ def test_thetas_are_the_quantiles_of_the_weights_at_each_device() -> None:
     assert (np.diff(theta_NG, axis=0) <= 0).all()
     assert (theta_NG[0] > 1).all()
     assert (theta_NG[-1] == 0).all()
+
+
+def test_strengths_run_from_every_visit_to_none_a_level_of_one_layer_at_a_time() -> None:
+    prices = fit_prices(skewed(layers=3), slice(None))
+    assert prices.num_strengths == 3 * LEVELS + 1
+    assert (prices.theta(0) == 0).all()
+    assert (prices.theta(prices.num_strengths - 1) > 1).all()
+    for weaker, stronger in pairwise(prices.theta(n) for n in range(0, prices.num_strengths, 50)):
+        assert (weaker <= stronger).all()
+
+
+def test_the_next_level_costs_the_same_weight_in_every_layer() -> None:
+    """Layer 1's visits weigh a tenth of layer 0's, so it comes down first, as far as its price is below."""
+    level_N = np.arange(LEVELS + 1)
+    theta_NLG = np.stack([1 - level_N / LEVELS, 0.1 - 0.1 * level_N / LEVELS], axis=1)[:, :, None].repeat(3, axis=2)
+    prices = price_layers(theta_NLG)
+    for strength in (0, 7, LEVELS // 2, LEVELS, LEVELS + 500):
+        first, second = prices.theta(strength)[:, 0]
+        level_L = [round((1 - first) * LEVELS), round((0.1 - second) * 10 * LEVELS)]
+        assert sum(level_L) == 2 * LEVELS - strength
+        assert second >= min(first - 1 / LEVELS, 0.1 - 1e-12)
+
+
+def test_layers_priced_together_lose_less_than_at_one_level() -> None:
+    """Where one layer's tokens have nearly all their weight on one expert and the other's do not, for equal peaks."""
+    routed = skewed(tokens=2000)
+    weights = np.array(routed.trace.weights)
+    weights[1] *= 0.05
+    weights[1, :, 0] += 0.95
+    steep = RoutingTrace(
+        routed.trace.expert_ids, routed.trace.spec, weights=weights, sequence_ids=routed.trace.sequence_ids
+    )
+    routed = RoutedTrace(steep, routed.device_LE, routed.topology)
+    theta_NLG = theta_at_levels(routed, slice(None))
+    for level in (int(0.4 * LEVELS), LEVELS // 2):
+        even = Priced(theta_NLG[level])
+        priced = fit_rule(RuleChoice("priced", peak=float(peaks(routed, even, slice(None)).mean())), routed)
+        assert loss(routed, priced) < 0.75 * loss(routed, even)
 
 
 def test_where_sequences_lived_does_not_move_the_prices() -> None:

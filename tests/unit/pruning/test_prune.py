@@ -130,7 +130,7 @@ def test_tokens_that_lose_everything_are_counted() -> None:
     empty = ~kept_LTK[:, split(trace, 0.5).second].any(axis=2)
     assert report.heldout.mean("emptied") == pytest.approx(empty.mean())
     assert 0 < empty.mean() < 1
-    assert report.heldout.mean("remote_peak_traffic") == 0
+    assert report.fit.mean("remote_peak_traffic") == 0
 
 
 def test_failures_and_interruptions_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,10 @@ from coterie.files import write_text
 from coterie.report.page import Page
 from coterie.study.widths import (
     asymmetric,
+    curves,
     dominance,
     frequency_damage,
+    iso_memory,
     memory,
     ordering,
     roles,
@@ -54,6 +56,8 @@ STUDIES: Sequence[Study] = (
     Study("skew", skew.run, skew.show),
     Study("dominance", dominance.run, dominance.show),
     Study("ordering", ordering.run, ordering.show),
+    Study("policies", curves.run, curves.show, ("curves", "at_crisp_loss")),
+    Study("iso_memory", iso_memory.run, iso_memory.show),
     Study("tiers_quality", tiers_quality.run, tiers_quality.show),
     Study("asymmetric", asymmetric.run, asymmetric.show),
     Study("transfer", transfer.run, transfer.show),

@@ -1,4 +1,4 @@
-"""Hot, warm and cold combinations, and how many uses sit in combinations whose tier the counts cannot tell."""
+"""How many uses sit in combinations whose tier the counts cannot tell."""
 
 from __future__ import annotations
 
@@ -10,30 +10,10 @@ from numpy.typing import NDArray
 
 from coterie.profile.combinations import anchor_pair_counts
 from coterie.profile.model_profile import ModelProfile
+from coterie.pruning.tiers import share_before, tiers_from
 
-HOT, WARM, COLD = 0, 1, 2
 _DRAWS = 16
 _STRETCHES = 32  # of 8, 16, 32 and 64 nearest to how far other training text moved tiers, on both shipped models
-
-
-def tiers(counts_EE: NDArray[np.int64], alpha: float = 0.6, beta: float = 0.9) -> NDArray[np.int8]:
-    """The tier of every pair: `HOT`, `WARM` or `COLD`.
-
-    Source: CRISP section 3.3.1: pairs by falling frequency, hot up to a share alpha of the uses, warm up to beta; the
-    pair that crosses a threshold is the last below it. Unseen pairs are cold.
-
-    Args:
-        counts_EE: [E, E] symmetric uses.
-        alpha: share of the uses that hot pairs hold.
-        beta: share that hot and warm pairs hold.
-
-    Returns:
-        [E, E] int8, symmetric; the diagonal is cold.
-    """
-    rows, columns = np.triu_indices(len(counts_EE), 1)
-    table = np.full(counts_EE.shape, COLD, dtype=np.int8)
-    table[rows, columns] = table[columns, rows] = _tiers_of(counts_EE[rows, columns], alpha, beta)
-    return table
 
 
 def tier_error(profile: ModelProfile, alpha: float = 0.6, beta: float = 0.9) -> float:
@@ -46,8 +26,8 @@ def tier_error(profile: ModelProfile, alpha: float = 0.6, beta: float = 0.9) -> 
 
     Args:
         profile: of a model.
-        alpha: see `tiers`.
-        beta: see `tiers`.
+        alpha: share of the uses that hot pairs hold.
+        beta: share that hot and warm pairs hold.
 
     Returns:
         Within [0, 1]; 0.0 for top-1 routing, which has no pairs.
@@ -60,12 +40,12 @@ def tier_error(profile: ModelProfile, alpha: float = 0.6, beta: float = 0.9) -> 
         uses = counts_EE[rows, columns]
         if not uses.any():
             continue
-        tier = _tiers_of(uses, alpha, beta)
+        tier = tiers_from(share_before(uses), alpha, beta)
         # thinning a text to its sample thins its excess over independent uses by the same factor
         spread = np.sqrt((1 + max(0.0, _dispersion(ids_SK, profile.spec.num_experts) - 1) / kept) * uses)
         for _ in range(_DRAWS):
             drawn = np.maximum(uses + spread * rng.standard_normal(uses.size), 0)
-            shares.append(uses[_tiers_of(drawn, alpha, beta) != tier].sum() / uses.sum())
+            shares.append(uses[tiers_from(share_before(drawn), alpha, beta) != tier].sum() / uses.sum())
     return float(np.mean(shares)) if shares else 0.0
 
 
@@ -80,14 +60,3 @@ def _dispersion(ids_SK: NDArray[np.integer[Any]], num_experts: int) -> float:
     )
     mean = counts.mean(axis=0)
     return float(((counts - mean) ** 2).sum() / (stretches - 1) / mean.sum())
-
-
-def _tiers_of(uses_P: NDArray[Any], alpha: float, beta: float) -> NDArray[np.int8]:
-    order = np.argsort(-uses_P, kind="stable")
-    before = np.cumsum(uses_P[order]) - uses_P[order]  # uses of more frequent pairs: below alpha, this one is hot
-    total = uses_P.sum()
-    tier = np.full(uses_P.shape, COLD, dtype=np.int8)
-    seen = uses_P[order] > 0
-    tier[order[seen & (before < beta * total - 1e-9)]] = WARM
-    tier[order[seen & (before < alpha * total - 1e-9)]] = HOT
-    return tier

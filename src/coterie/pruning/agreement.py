@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from coterie.profile.model_profile import ModelProfile
-from coterie.profile.tiers import HOT, tiers
+from coterie.pruning.tiers import HOT, tiers
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def dominance_agreement(profile: ModelProfile) -> list[Agreement]:
     """
     rows, columns = np.triu_indices(profile.spec.num_experts, 1)
     uses = profile.pairs_LEE[:, rows, columns]
-    not_hot = np.stack([tiers(counts_EE)[rows, columns] != HOT for counts_EE in profile.pairs_LEE])
+    not_hot = tiers(profile.pairs_LEE)[:, rows, columns] != HOT
     signs = {
         name: np.nan_to_num(np.sign(table[:, rows, columns] - table[:, columns, rows]))
         for name, table in profile.dominance.items()

@@ -7,10 +7,16 @@ import math
 import numpy as np
 import pytest
 
-from coterie.profile.agreement import dominance_agreement
 from coterie.profile.model_profile import ModelProfile
-from coterie.profile.tiers import COLD, HOT, WARM, tier_error, tiers
+from coterie.pruning.agreement import dominance_agreement
+from coterie.pruning.tier_error import tier_error
+from coterie.pruning.tiers import COLD, HOT, WARM
+from coterie.pruning.tiers import tiers as tiers_of_layers
 from coterie.spec import MoESpec
+
+
+def tiers(counts_EE: np.ndarray, *thresholds: float) -> np.ndarray:
+    return tiers_of_layers(counts_EE[None], *thresholds)[0]
 
 
 def table(experts: int, uses: dict[tuple[int, int], float], dtype: type = np.int64) -> np.ndarray:
