@@ -181,7 +181,8 @@ def make_profile(
 ) -> ModelProfile:  # fmt: skip
     """A profile of the beginnings of texts, with gradients, on as many whole windows as they fill.
 
-    With `update` the text is added to an earlier profile. Warnings of uncertain tiers are left to the page, which tells the estimate.
+    With `update` the text is added to an earlier profile. Warnings of uncertain tiers are left to the page, which tells
+    the estimate.
     """
     joined = "\n".join(text[: size.profile_characters] for text in texts.values())
     tokens = len(tokenizer(joined, add_special_tokens=False, verbose=False)["input_ids"])

@@ -113,8 +113,8 @@ def show(page: Page, result: dict[str, Any]) -> None:
         f"Here, with 50% uniform width in order of importance (perplexity {interval(result['uniform_increase'])}), "
         f"tokens lose {number(whole['ratio'])} times as many nats where they use hot combinations as where they use "
         f"cold ones. Pruning only one class at a time, a use costs {number(alone['ratio'])} times as much, {reading}. "
-        f"Together the hot combinations' uses, which are more, cost {number(result['damage_of_all_uses'])} times what the cold "
-        "ones' do.",
+        "Together the hot combinations' uses, which are more, cost "
+        f"{number(result['damage_of_all_uses'])} times what the cold ones' do.",
     )
     quick = len(alone["layers"]) < len(whole["layers"])  # all layers were narrowed at once
     layers = [] if quick else list(zip(whole["layers"], alone["layers"], strict=True))
