@@ -18,6 +18,7 @@ from coterie.models.load import load_model, load_tokenizer, resolve
 from coterie.models.reorder import reordered
 from coterie.profile.model_profile import ModelProfile
 from coterie.progress import Progress, silent
+from coterie.pruning.width_planning import plan_widths
 from coterie.study.measure import Bench, Measured, window_ids
 from coterie.study.widths.uses import Uses, record_uses
 
@@ -120,6 +121,20 @@ class StudyContext:
     def seed(self) -> int:
         """The first seed, for what needs one only, such as intervals."""
         return self.seeds[0]
+
+    @cached_property
+    def dominance_on_calibration(self) -> dict[str, Measured]:
+        """The paper's policy on the first halves, by what tells who dominates, the best first."""
+        found = {
+            name: self.evaluate(plan_widths(self.profile, "crisp", dominance=name), self.calibration, name).measured
+            for name in self.profile.dominance
+        }
+        return dict(sorted(found.items(), key=lambda item: item[1].increase))
+
+    @property
+    def dominance(self) -> str:
+        """What tells who dominates a combination: the way that serves the paper's policy best on the first halves."""
+        return next(iter(self.dominance_on_calibration))
 
     @cached_property
     def uses(self) -> Uses:

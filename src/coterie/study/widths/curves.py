@@ -9,8 +9,8 @@ from coterie.errors import BudgetError
 from coterie.pruning.width_planning import plan_widths
 from coterie.study.widths.context import Point
 from coterie.study.widths.curve import Curve, divergence, rise
-from coterie.study.widths.estimates import Estimate, plain
-from coterie.study.widths.ordering import difference
+from coterie.study.widths.estimates import Estimate, estimate, increase, plain
+from coterie.study.widths.ordering import columns, difference
 
 if TYPE_CHECKING:
     from coterie.report.page import Page
@@ -67,6 +67,11 @@ def run(context: StudyContext) -> dict[str, Any]:
             policy: [{"settings": name, **point.to_json()} for name, point in points.items()]
             for policy, points in measured.items()
         },
+        "dominance": context.dominance,
+        "dominance_on_calibration": {
+            name: estimate(columns(each), increase, context.seed)
+            for name, each in context.dominance_on_calibration.items()
+        },
         "at_crisp_loss": at_loss_of(paper, value, context.seed),
         "against_value": against(measured, context.seed),
         "crisp_against_uniform": _against_uniform(context, paper, measured["uniform"][HALF]),
@@ -79,6 +84,8 @@ def _measure(context: StudyContext, policy: str) -> dict[str, Point]:
     """The points of one policy by what they are called; strengths that it cannot reach are left out."""
     points = {}
     for name, settings in _settings(context.quick, policy).items():
+        if policy == "crisp":
+            settings["dominance"] = context.dominance
         try:
             plan = plan_widths(context.profile, policy.removesuffix("-priced"), **settings)
         except BudgetError:
@@ -177,7 +184,10 @@ def show(page: Page, result: dict[str, Any]) -> None:
         f"Here the paper's policy reads {percent(at['crisp_bytes'])} of the bytes and raises perplexity by "
         f"{interval(named['crisp'], 2)}; uniform 50% width by {interval(named['uniform_half'], 2)}. The two do not "
         f"read as many bytes: uniform width with {percent(fair['uniform_at_equal_bytes']['bytes'])}, in the same order "
-        f"of neurons, raises it by {interval(named['uniform_at_equal_bytes'], 2)}: {fairer}.",
+        f"of neurons, raises it by {interval(named['uniform_at_equal_bytes'], 2)}: {fairer}. Who dominates is told by "
+        f"{result['dominance']}, the best for the paper's policy on the calibration text ("
+        + ", ".join(f"{name} {interval(each, 2)}" for name, each in result["dominance_on_calibration"].items())
+        + ").",
         f"The policy value reaches the paper's policy's loss with {percent(at['value_bytes'])} of the bytes, "
         f"{number(at['ratio'])} times as many (at equal KL {number(at['ratio_at_equal_kl'])} times). Of "
         f"{len(others['points'])} points of other policies, {others['value_below']} lose more than value at equal "

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.calibration.ablation import Pair, choose_pairs
-from coterie.profile.agreement import dominance_agreement
+from coterie.pruning.agreement import dominance_agreement
 from coterie.study.widths.estimates import Estimate, estimate, plain, ratio
 from coterie.study.widths.selective import leave_out, rise_in
 

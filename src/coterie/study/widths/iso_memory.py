@@ -35,7 +35,7 @@ def run(context: StudyContext) -> dict[str, Any]:
     policy reads what it lacks from a store, so that its quality does not depend on the budget and its speed does.
     """
     profile = context.profile
-    crisp = context.evaluate(plan_widths(profile, "crisp"))
+    crisp = context.evaluate(plan_widths(profile, "crisp", dominance=context.dominance))
     rows = []
     for budget in _QUICK if context.quick else _BUDGETS:
         plans = {
