@@ -36,7 +36,7 @@ def run(context: StudyContext) -> dict[str, Any]:
     """
     found = []
     for name, roles in SETTINGS.items():
-        asymmetric = plan_widths(context.profile, "crisp", role_widths=roles)
+        asymmetric = plan_widths(context.profile, "crisp", role_widths=roles, dominance=context.dominance)
         point = context.evaluate(asymmetric, label=f"asymmetric, {name}")
         points = [context.evaluate(plan, label=f"symmetric, {name}") for plan in _near(context, roles, asymmetric)]
         found.append({"setting": name, **compare(point, points, context.seed)})

@@ -40,6 +40,7 @@ def run(context: StudyContext) -> dict[str, Any]:
         measured.append(_measure(context, pair, counts_WLEE[:, pair[0], pair[1], pair[2]]))
         context.progress("leaving out experts", number, len(frequent) + len(others))
     found = {
+        "method": context.dominance,
         "frequent": summarise(measured[: len(frequent)], profile, context.seed),
         "warm_and_cold": summarise(measured[len(frequent) :], profile, context.seed),
         "methods_on_calibration": [
@@ -143,13 +144,13 @@ def show(page: Page, result: dict[str, Any]) -> None:
 
     frequent = result["frequent"]
     methods = frequent.get("by_method", {})
-    main = methods.get("fisher") or next(iter(methods.values()), None)
+    main = methods.get(result["method"])
     found = "The evaluation text does not use these combinations."
     if main is not None:
         found = (
-            f"Here, of the {frequent['combinations']} most frequent combinations, with roles from the calibration "
-            f"text, a use loses {number(main['dominant_nats_a_use'])} nats without its dominant expert and "
-            f"{number(main['auxiliary_nats_a_use'])} without the auxiliary: {number(main['ratio'])} times as many. "
+            f"Here, of the {frequent['combinations']} most frequent combinations, with roles told by "
+            f"{result['method']} on the calibration text, a use loses {number(main['dominant_nats_a_use'])} nats without "
+            f"its dominant expert and {number(main['auxiliary_nats_a_use'])} without the auxiliary: {number(main['ratio'])} times as many. "
             "Naming dominant whatever loses more in this very measurement, as the paper does, "
             f"{number(frequent['by_the_measurement_itself']['ratio'])}."
         )
@@ -179,11 +180,11 @@ def show(page: Page, result: dict[str, Any]) -> None:
         [[" and ".join(each["methods"]), each["pairs"], percent(each["share"]), percent(each["share_not_hot"])]
          for each in result["methods_on_calibration"]],
     )  # fmt: skip
-    _bars(page, frequent)
+    _bars(page, frequent, result["method"])
 
 
-def _bars(page: Page, group: dict[str, Any]) -> None:
-    """Both losses of every combination, the dominant by the first method."""
+def _bars(page: Page, group: dict[str, Any], method: str) -> None:
+    """Both losses of every combination."""
     from coterie.report.page import graph_objects
 
     if not group.get("each"):
@@ -192,12 +193,12 @@ def _bars(page: Page, group: dict[str, Any]) -> None:
     names = [f"layer {e['layer']}: {e['experts'][0]}+{e['experts'][1]}" for e in group["each"]]
     figure = graph.Figure()
     for role in (0, 1):
-        values = [e["nats_a_use"][role if _first_dominates(e) else 1 - role] for e in group["each"]]
+        values = [e["nats_a_use"][role if _first_dominates(e, method) else 1 - role] for e in group["each"]]
         figure.add_bar(x=names, y=values, name=("without the dominant", "without the auxiliary")[role])
     figure.update_layout(yaxis={"title": "nats a use"}, barmode="group")
     page.figure(figure)
 
 
-def _first_dominates(each: dict[str, Any]) -> bool:
-    scores = each.get("fisher") or each.get("weight") or [1, 0]
+def _first_dominates(each: dict[str, Any], method: str) -> bool:
+    scores = each[method]
     return (scores[0] or 0) >= (scores[1] or 0)

@@ -37,7 +37,7 @@ def run(context: StudyContext) -> dict[str, Any]:
     tier_LWSP = context.uses.look_up(tiers(context.profile.pairs_LEE))
     held_WX = np.stack([(tier_LWSP == tier).sum((0, 2, 3)) for tier in range(3)], 1)
     sums_WX = np.concatenate([held_WX, held_WX.sum(1, keepdims=True)], 1)
-    policy = plan_widths(context.profile, "crisp")
+    policy = plan_widths(context.profile, "crisp", dominance=context.dominance)
     found = {
         "formula_at_the_papers_shares": expected_bytes(_PAPER_SHARES),
         "tiers": {name: estimate(sums_WX, ratio(tier, 3), context.seed) for tier, name in enumerate(TIERS)},

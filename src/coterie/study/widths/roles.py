@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.pruning.roles import roles
 from coterie.study.widths.estimates import estimate, plain, ratio
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ def run(context: StudyContext) -> dict[str, Any]:
     combinations, and whether roles by routing weight hold on other text.
     """
     profile = context.profile
-    method = roles(profile).method
+    method = context.dominance
     wins_LEE = dominates(profile, method)
     uses_LEE = np.where(np.isfinite(wins_LEE), profile.pairs_LEE, 0)
     sums_UX = variation(np.nan_to_num(wins_LEE), uses_LEE)

@@ -32,7 +32,7 @@ def run(context: StudyContext) -> dict[str, Any]:
     """
     uses, profile = context.uses, context.profile
     tier_LWSP = uses.look_up(tiers(profile.pairs_LEE, _ALPHA, _BETA))
-    ours = context.evaluate(plan_widths(profile, "crisp", alpha=_ALPHA, beta=_BETA))
+    ours = context.evaluate(plan_widths(profile, "crisp", alpha=_ALPHA, beta=_BETA, dominance=context.dominance))
     rise_WS = ours.measured.rise_WS
     swept = _sweep(context, uses, tier_LWSP == COLD)
     warm_WX = class_sums(tier_LWSP == WARM, context.evaluate(_only(context, WARM, 0.5)).measured.rise_WS).sum(0)
@@ -54,7 +54,9 @@ def run(context: StudyContext) -> dict[str, Any]:
 def _only(context: StudyContext, tier: int, auxiliary: float) -> WidthPlan:
     """The plan that narrows the auxiliary experts of one tier and leaves everything else whole."""
     role_widths = [(1.0, auxiliary if at == tier else 1.0) for at in range(3)]
-    return plan_widths(context.profile, "crisp", alpha=_ALPHA, beta=_BETA, role_widths=role_widths)
+    return plan_widths(
+        context.profile, "crisp", alpha=_ALPHA, beta=_BETA, role_widths=role_widths, dominance=context.dominance
+    )
 
 
 def _sweep(context: StudyContext, uses: Uses, cold_LWSP: NDArray[np.bool_]) -> list[dict[str, Any]]:

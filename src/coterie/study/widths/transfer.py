@@ -56,7 +56,7 @@ def run(context: StudyContext) -> dict[str, Any]:
                     point = _point(context, profile, policy, bench, f"{target}, {kind} from {source}")
                     found.append(_row(source, target, policy, kind, point, own, context.seed))
     pairs = [
-        {"source": one, "target": other, **similarity(matched[one], matched[other])}
+        {"source": one, "target": other, **similarity(matched[one], matched[other], context.dominance)}
         for one, other in itertools.permutations(names, 2)
     ]
     shown: dict[str, Any] = plain({
@@ -80,7 +80,8 @@ def _profile(context: StudyContext, name: str, update: ModelProfile | None) -> M
 
 
 def _point(context: StudyContext, profile: ModelProfile, policy: str, bench: Bench, label: str) -> Point:
-    return context.evaluate(plan_widths(profile, policy, **_POLICIES[policy]), bench, label)
+    told: dict[str, Any] = {"dominance": context.dominance} if policy == "crisp" else {}
+    return context.evaluate(plan_widths(profile, policy, **_POLICIES[policy], **told), bench, label)
 
 
 def _row(source: str, target: str, policy: str, kind: str, point: Point, own: Point, seed: int) -> dict[str, Any]:
@@ -96,12 +97,12 @@ def _row(source: str, target: str, policy: str, kind: str, point: Point, own: Po
     }  # fmt: skip
 
 
-def similarity(source: ModelProfile, target: ModelProfile) -> dict[str, float]:
+def similarity(source: ModelProfile, target: ModelProfile, method: str | None = None) -> dict[str, float]:
     """Shares of the target's uses whose combination has the same tier, and the same dominant expert, at the source."""
     low_P, high_P = np.triu_indices(source.spec.num_experts, 1)
     uses_LP = target.pairs_LEE[:, low_P, high_P]
     same_tier = (tiers(source.pairs_LEE) == tiers(target.pairs_LEE))[:, low_P, high_P]
-    same_role = (roles(source).higher_LEE == roles(target).higher_LEE)[:, low_P, high_P]
+    same_role = (roles(source, method).higher_LEE == roles(target, method).higher_LEE)[:, low_P, high_P]
     total = max(int(uses_LP.sum()), 1)
     return {"same_tier": float(uses_LP[same_tier].sum() / total), "same_role": float(uses_LP[same_role].sum() / total)}
 
