@@ -149,10 +149,10 @@ def show(page: Page, result: dict[str, Any]) -> None:
     if main is not None:
         found = (
             f"Here, of the {frequent['combinations']} most frequent combinations, with roles told by "
-            f"{result['method']} on the calibration text, a use loses {number(main['dominant_nats_a_use'])} nats without "
-            f"its dominant expert and {number(main['auxiliary_nats_a_use'])} without the auxiliary: {number(main['ratio'])} times as many. "
-            "Naming dominant whatever loses more in this very measurement, as the paper does, "
-            f"{number(frequent['by_the_measurement_itself']['ratio'])}."
+            f"{result['method']} on the calibration text, a use loses {number(main['dominant_nats_a_use'])} nats "
+            f"without its dominant expert and {number(main['auxiliary_nats_a_use'])} without the auxiliary: "
+            f"{number(main['ratio'])} times as many. Naming dominant whatever loses more in this very measurement, as "
+            f"the paper does, {number(frequent['by_the_measurement_itself']['ratio'])}."
         )
     page.section(
         "Dominant and auxiliary experts (CRISP Fig. 4)",
