@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from coterie.errors import ConfigError, unknown_name
 from coterie.profile.model_profile import ModelProfile
 
-PREFERRED = ("first_order", "rms_down", "mean_abs_down", "mean_abs")  # by calibration text, on both shipped models
+PREFERRED = ("first_order_rms_down", "first_order", "rms_down", "mean_abs_down", "mean_abs")  # by calibration text
 LAYERS = ("equal", "loss")
-LOSS = "first_order"  # mean squared first-order change of the loss, the routing weight in it
+LOSS, BOTH = "first_order", "first_order_rms_down"  # mean squared change of the loss; its root, averaged with another
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ def neuron_order(profile: ModelProfile, variant: str | None = None, layers: str 
     Source: CRISP §3.2.2 for the order. That one threshold serves all layers goes beyond it: values are divided by their
     layer's mean and, with "loss", multiplied by the root of the mean squared change of the loss that a neuron of the
     layer makes, since some layers matter more than others. `first_order` is a mean square and has the routing weight in
-    it, by which a value is multiplied again: it is divided by the expert's mean squared weight, and the root taken.
+    it, by which a value is multiplied again: it is divided by the expert's mean squared weight, and the root taken;
+    `first_order_rms_down` has half of that in it.
 
     Args:
         profile: of a model.
@@ -69,6 +70,8 @@ def neuron_order(profile: ModelProfile, variant: str | None = None, layers: str 
     falling_LEI = np.take_along_axis(importance_LEI, order_LEI, 2)
     if name == LOSS:
         falling_LEI = np.sqrt(falling_LEI / _squared_weights(profile)[:, :, None])
+    elif name == BOTH:
+        falling_LEI = falling_LEI / _squared_weights(profile)[:, :, None] ** 0.25
     value_LEI = np.ones_like(falling_LEI)
     seen_LE = profile.load_LE > 0
     for layer, seen_E in enumerate(seen_LE):

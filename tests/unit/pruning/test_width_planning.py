@@ -82,6 +82,10 @@ def test_squares_are_brought_to_the_unit_of_the_others(make_profile: Any) -> Non
     rooted = plan_widths(squared, "value", bytes=0.5, layers="equal")
     assert np.array_equal(plain.order_LEI, rooted.order_LEI)
     assert np.allclose(plain.tables["value_LES"], rooted.tables["value_LES"], rtol=1e-4)
+    half_LEI = (root_LEI * square_LE[:, :, None] ** 0.25).astype(np.float32)
+    both = replace(profile, importance={"first_order_rms_down": half_LEI})
+    halved = plan_widths(both, "value", bytes=0.5)
+    assert np.allclose(plain.tables["value_LES"], halved.tables["value_LES"], rtol=1e-4)
 
 
 def test_an_expert_that_the_sample_lacks_has_its_layers_weights(make_profile: Any) -> None:

@@ -47,7 +47,7 @@ class StudySize:
     calibration_windows: int
 
 
-FULL = StudySize(256, 16_000, 60, 36)
+FULL = StudySize(256, 12_000, 60, 36)
 QUICK = StudySize(128, 2_500, 18, 9)
 
 
