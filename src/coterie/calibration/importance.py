@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 VARIANTS = (
     "mean_abs", "rms", "weighted_mean_abs", "mean_abs_down", "rms_down", "weighted_mean_abs_down", "first_order",
+    "first_order_rms_down",
 )  # fmt: skip
 
 
@@ -98,7 +99,8 @@ def variants(
 
     Returns:
         [L, E, I] float32 means over the expert's tokens; zero where it has none. `first_order` is the mean squared
-        first-order loss change from masking the neuron, nats^2, where the sums hold it.
+        first-order loss change from masking the neuron, nats^2, where the sums hold it, and `first_order_rms_down` the
+        geometric mean of its root with `rms_down`: of two rough estimates of one thing, less rough than either.
     """
     tokens_LE1 = np.maximum(load_LE, 1)[:, :, None].astype(np.float64)
     means = {
@@ -109,4 +111,5 @@ def variants(
     means |= {f"{name}_down": values * down_norms_LEI for name, values in means.items()}
     if "gradient_square" in sums:
         means["first_order"] = sums["gradient_square"] / tokens_LE1
+        means["first_order_rms_down"] = np.sqrt(np.sqrt(means["first_order"]) * means["rms_down"])
     return {name: values.astype(np.float32) for name, values in means.items()}

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import coterie
-from coterie.cli import demo, evaluate, export, place, profile, record, trace_prune, widths
+from coterie.cli import demo, evaluate, export, place, profile, record, study, trace_prune, widths
 from coterie.cli.model_info import model_info
 from coterie.cli.reorder import reorder
 from coterie.cli.simulate_offload import simulate_offload
@@ -33,6 +33,8 @@ trace = typer.Typer(help="Import, inspect, prune and synthesize routing traces."
 app.add_typer(trace, name="trace")
 model = typer.Typer(help="Inspect models.", no_args_is_help=True)
 app.add_typer(model, name="model")
+studies = typer.Typer(help="Measure what papers' tables and figures show.", no_args_is_help=True)
+app.add_typer(studies, name="study")
 simulate = typer.Typer(help="What a machine you don't have would do, counted on a trace.", no_args_is_help=True)
 app.add_typer(simulate, name="simulate")
 
@@ -67,6 +69,7 @@ trace.command("info")(trace_info)
 trace.command("synthesize")(trace_synthesize)
 trace.command("prune")(trace_prune.trace_prune)
 model.command("info")(model_info)
+studies.command("widths")(study.study_widths)
 simulate.command("offload")(simulate_offload)
 
 

@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 from coterie.errors import ConfigError, unknown_name
 from coterie.profile.model_profile import ModelProfile
 
-PREFERRED = ("mean_abs_down", "mean_abs")
+PREFERRED = ("first_order_rms_down", "first_order", "rms_down", "mean_abs_down", "mean_abs")  # by calibration text
 LAYERS = ("equal", "loss")
-LOSS = "first_order"  # mean squared first-order change of the loss
-SQUARED = ("first_order",)  # means of squares: their root goes with the routing weight as the others do
+LOSS, BOTH = "first_order", "first_order_rms_down"  # mean squared change of the loss; its root, averaged with another
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class NeuronOrder:
         variant: of importance.
         order_LEI: [L, E, I] uint16 (uint32 for wider experts): neuron r of the reordered expert is neuron order[r] of
             the profiled one; of equally important ones the lower comes first.
-        value_LEI: [L, E, I] float32, falling: importance (the root of a mean square) divided by its layer's mean.
+        value_LEI: [L, E, I] float32, falling: importance at a routing weight of 1, divided by its layer's mean.
         layers: how layers compare: "equal", or by "loss".
         scale_L: [L], what each layer's values were multiplied by; their mean is 1.
         unseen: experts that no token of the profile chose.
@@ -47,11 +46,13 @@ def neuron_order(profile: ModelProfile, variant: str | None = None, layers: str 
 
     Source: CRISP §3.2.2 for the order. That one threshold serves all layers goes beyond it: values are divided by their
     layer's mean and, with "loss", multiplied by the root of the mean squared change of the loss that a neuron of the
-    layer makes, since some layers matter more than others.
+    layer makes, since some layers matter more than others. `first_order` is a mean square and has the routing weight in
+    it, by which a value is multiplied again: it is divided by the expert's mean squared weight, and the root taken;
+    `first_order_rms_down` has half of that in it.
 
     Args:
         profile: of a model.
-        variant: a name in `profile.importance`; None: mean_abs_down where there is one, else mean_abs.
+        variant: a name in `profile.importance`; None: the first of `PREFERRED` that is there.
         layers: "equal" or "loss"; None: by loss where the profile was made with gradients.
 
     Raises:
@@ -67,7 +68,10 @@ def neuron_order(profile: ModelProfile, variant: str | None = None, layers: str 
     importance_LEI = known[name].astype(np.float64)
     order_LEI = np.argsort(-importance_LEI, axis=2, kind="stable")
     falling_LEI = np.take_along_axis(importance_LEI, order_LEI, 2)
-    falling_LEI = np.sqrt(falling_LEI) if name in SQUARED else falling_LEI
+    if name == LOSS:
+        falling_LEI = np.sqrt(falling_LEI / _squared_weights(profile)[:, :, None])
+    elif name == BOTH:
+        falling_LEI = falling_LEI / _squared_weights(profile)[:, :, None] ** 0.25
     value_LEI = np.ones_like(falling_LEI)
     seen_LE = profile.load_LE > 0
     for layer, seen_E in enumerate(seen_LE):
@@ -80,6 +84,19 @@ def neuron_order(profile: ModelProfile, variant: str | None = None, layers: str 
     by = layers or ("loss" if LOSS in known else "equal")
     unseen = int((~seen_LE).sum())
     return NeuronOrder(name, order_LEI.astype(index), value_LEI.astype(np.float32), by, scale_L, unseen)
+
+
+def _squared_weights(profile: ModelProfile) -> NDArray[np.float64]:
+    """[L, E] mean squared routing weight of the sampled tokens that chose an expert; the layer's where none did."""
+    shape = profile.load_LE.shape
+    mean_LE = np.ones(shape)
+    for layer, ids_SK in enumerate(profile.sample_ids_LSK.astype(np.int64)):
+        square = profile.sample_weights_LSK[layer].astype(np.float64).ravel() ** 2
+        uses_E = np.bincount(ids_SK.ravel(), minlength=shape[1])
+        sum_E = np.bincount(ids_SK.ravel(), square, minlength=shape[1])
+        of_layer = float(square.mean()) if square.any() else 1.0
+        mean_LE[layer] = np.where(sum_E > 0, sum_E / np.maximum(uses_E, 1), of_layer)
+    return mean_LE
 
 
 def _layer_scale(profile: ModelProfile, layers: str | None) -> NDArray[np.float64]:

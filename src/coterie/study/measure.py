@@ -37,6 +37,11 @@ class Measured:
     kl_WS: NDArray[np.float32]
 
     @property
+    def rise_WS(self) -> NDArray[np.float64]:
+        """[W, S] how much the change raises the loss of every scored token, nats."""
+        return self.nll_WS - self.base_WS
+
+    @property
     def perplexity(self) -> float:
         """Perplexity of the changed model."""
         return math.exp(self.nll_WS.mean())

@@ -70,22 +70,56 @@ def test_the_order_is_by_falling_importance(make_profile: Any) -> None:
 
 
 def test_squares_are_brought_to_the_unit_of_the_others(make_profile: Any) -> None:
-    """A threshold is compared with weight x value, so a value must not be a square."""
+    """A threshold is compared with weight x value: a value must not be a square, nor have the weight in it."""
     profile = make_profile()
-    root_LEI = profile.importance["mean_abs"]
-    squared = replace(profile, importance={"first_order": root_LEI**2})
+    root_LEI, square_LE = profile.importance["mean_abs"], np.zeros((2, 8))
+    for layer, expert in np.ndindex(2, 8):
+        own = profile.sample_ids_LSK[layer] == expert
+        square_LE[layer, expert] = (profile.sample_weights_LSK[layer][own] ** 2).mean()
+    changes_LEI = (root_LEI**2 * square_LE[:, :, None]).astype(np.float32)
+    squared = replace(profile, importance={"first_order": changes_LEI})
     plain = plan_widths(replace(profile, importance={"rms": root_LEI}), "value", bytes=0.5)
     rooted = plan_widths(squared, "value", bytes=0.5, layers="equal")
     assert np.array_equal(plain.order_LEI, rooted.order_LEI)
-    assert np.allclose(plain.tables["value_LES"], rooted.tables["value_LES"], rtol=1e-5)
+    assert np.allclose(plain.tables["value_LES"], rooted.tables["value_LES"], rtol=1e-4)
+    half_LEI = (root_LEI * square_LE[:, :, None] ** 0.25).astype(np.float32)
+    both = replace(profile, importance={"first_order_rms_down": half_LEI})
+    halved = plan_widths(both, "value", bytes=0.5)
+    assert np.allclose(plain.tables["value_LES"], halved.tables["value_LES"], rtol=1e-4)
+
+
+def test_an_expert_that_the_sample_lacks_has_its_layers_weights(make_profile: Any) -> None:
+    profile = make_profile(1, 3, 2, 16, tokens=3)
+    changes = np.ones((1, 3, 16), np.float32)
+    some = replace(
+        profile, importance={"first_order": changes}, load_LE=np.array([[3, 3, 1]]),
+        sample_ids_LSK=np.array([[[0, 1]] * 3]), sample_weights_LSK=np.array([[[0.8, 0.2]] * 3], np.float32),
+    )  # fmt: skip
+    value_ES = plan_widths(some, "value", threshold=0.5, layers="equal").tables["value_LES"][0]
+    expected_E = 1 / np.sqrt([0.64, 0.04, 0.34])
+    assert value_ES[:, 0] == pytest.approx(expected_E / expected_E.mean())
+
+
+def test_the_preferred_variant_is_the_first_one_there(make_profile: Any) -> None:
+    ones = np.ones((2, 8, 64), np.float32)
+    names = ("mean_abs", "mean_abs_down", "rms", "rms_down", "first_order")
+    for count, chosen in (
+        (1, "mean_abs"),
+        (2, "mean_abs_down"),
+        (3, "mean_abs_down"),
+        (4, "rms_down"),
+        (5, "first_order"),
+    ):
+        profile = make_profile(importance=dict.fromkeys(names[:count], ones))
+        assert plan_widths(profile, "uniform", bytes=0.5).settings["variant"] == chosen
 
 
 def test_layers_compare_by_what_their_neurons_change(make_profile: Any) -> None:
     profile = make_profile()
     change_LEI = np.ones((2, 8, 64), np.float32) * np.array([[[1.0]], [[9.0]]], np.float32)
     with_loss = replace(profile, importance={**profile.importance, "first_order": change_LEI})
-    equal = plan_widths(with_loss, "value", bytes=0.5, layers="equal")
-    by_loss = plan_widths(with_loss, "value", bytes=0.5)
+    equal = plan_widths(with_loss, "value", bytes=0.5, layers="equal", variant="mean_abs")
+    by_loss = plan_widths(with_loss, "value", bytes=0.5, variant="mean_abs")
     assert (equal.settings["layers"], by_loss.settings["layers"]) == ("equal", "loss")
     assert by_loss.settings["layer_scale"] == [0.5, 1.5]  # roots 1 and 3, by their mean
     ratio_L = (by_loss.tables["value_LES"] / equal.tables["value_LES"]).mean((1, 2))
