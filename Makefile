@@ -36,6 +36,7 @@ bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/partitioner.py
 	$(BIN)/python benchmarks/speed.py
 	$(BIN)/python benchmarks/synthetic.py
+	$(BIN)/python benchmarks/offload_policies.py
 
 # Trains the two models that ship (src/coterie/data/models) and the dense ones they are compared with; MINUTES for each.
 MINUTES ?= 60

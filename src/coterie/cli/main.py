@@ -11,6 +11,7 @@ import coterie
 from coterie.cli import demo, evaluate, export, place, profile, record, trace_prune, widths
 from coterie.cli.model_info import model_info
 from coterie.cli.reorder import reorder
+from coterie.cli.simulate_offload import simulate_offload
 from coterie.cli.trace_import import trace_import
 from coterie.cli.trace_info import trace_info
 from coterie.cli.trace_synthesize import trace_synthesize
@@ -32,6 +33,8 @@ trace = typer.Typer(help="Import, inspect, prune and synthesize routing traces."
 app.add_typer(trace, name="trace")
 model = typer.Typer(help="Inspect models.", no_args_is_help=True)
 app.add_typer(model, name="model")
+simulate = typer.Typer(help="What a machine you don't have would do, counted on a trace.", no_args_is_help=True)
+app.add_typer(simulate, name="simulate")
 
 
 def _show_version(wanted: bool) -> None:
@@ -64,6 +67,7 @@ trace.command("info")(trace_info)
 trace.command("synthesize")(trace_synthesize)
 trace.command("prune")(trace_prune.trace_prune)
 model.command("info")(model_info)
+simulate.command("offload")(simulate_offload)
 
 
 def main() -> None:
