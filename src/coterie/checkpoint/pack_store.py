@@ -117,7 +117,9 @@ def _begin(out: Path, header: StoreHeader, fingerprint: str) -> int:
         out.mkdir(exist_ok=True)
         strangers = {found.name for found in out.iterdir() if not found.name.startswith(".")} - _OWN_FILES
     except OSError as error:
-        raise ConfigError(f"cannot write {out}: {error.strerror}; choose a folder that exists and is writable") from error
+        raise ConfigError(
+            f"cannot write {out}: {error.strerror}; choose a folder that exists and is writable"
+        ) from error
     if is_finished(out):
         raise ConfigError(f"{out} holds a finished store already; remove it or name another folder")
     if not packing.is_file():

@@ -96,9 +96,7 @@ def refuse_quantised(config: Mapping[str, Any], source: Path, what: str) -> None
         for key in ("quantization_config", "compression_config"):
             if part.get(key):
                 method = part[key].get("quant_method") if isinstance(part[key], dict) else None
-                raise CheckpointError(
-                    f"{source} is quantised ({method or key}); quantised weights cannot be {what}"
-                )
+                raise CheckpointError(f"{source} is quantised ({method or key}); quantised weights cannot be {what}")
 
 
 def other_files(source: Path, weights: list[Path]) -> tuple[list[Path], list[str]]:

@@ -76,9 +76,8 @@ def pack(
     refuse_quantised(config, source, "packed yet: pack the unquantised checkpoint")
     identity, skeleton = identity_of_checkpoint(source)
     spec, tensors = spec_of(skeleton), read_headers(source)
-    records = ExpertRecords(
-        tensors, str(text_part(config).get("model_type")), spec.layer_ids, (spec.num_layers, spec.num_experts, *_sizes(skeleton))
-    )  # fmt: skip
+    shape = (spec.num_layers, spec.num_experts, *_sizes(skeleton))
+    records = ExpertRecords(tensors, str(text_part(config).get("model_type")), spec.layer_ids, shape)
     _require_dtype(skeleton, records.layout.dtype, source)
     order = None if profile is None else _order(profile, variant, identity, config, source, records.layout)
     digest = config.get(ORDER_KEY) if order is None else order_digest(order.order_LEI)

@@ -186,7 +186,6 @@ class Link:
                         f"cannot read layer {each.load.layer}, expert {each.load.expert} of "
                         f"{self._store.experts_file}: {error.strerror or error}; check the disk"
                     ) from error
-        self.fill(each.into, offset)
 
     def fill(self, into: memoryview, offset: int) -> None:
         """Read as many bytes as `into` holds, from `offset` of the file.

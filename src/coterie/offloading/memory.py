@@ -74,6 +74,10 @@ class ExpertMemory:
         else:
             self._advise(mmap.MADV_DONTNEED, start, nbytes)
 
+    def clear(self) -> None:
+        """Give back all pages."""
+        self._advise(mmap.MADV_DONTNEED, 0, self._layout.total_bytes)
+
     def _advise(self, what: int, start: int, nbytes: int) -> None:
         page = mmap.PAGESIZE  # larger than 4,096 on some machines: what lies within whole pages
         first, end = -(-start // page) * page, (start + nbytes) // page * page

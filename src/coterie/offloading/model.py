@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -78,13 +79,14 @@ def offload(
     chosen = _widths(model, opened, widths)
     link = Link(opened, threads, direct, bandwidth, timeline)
     gates: list[Any] = [layer.experts._apply_gate for layer in layers]
+    cache, memory = ExpertCache(shape, blocks, evictions), ExpertMemory(layout, poison=check)
     runtime = Runtime(
-        opened, ExpertCache(shape, blocks, evictions), ExpertMemory(layout, poison=check), link, gates, chosen, schedule,
-        timeout, check, timeline, bandwidth,
+        opened, cache, memory, link, gates, chosen, schedule, timeout, check, timeline, bandwidth
     )  # fmt: skip
     for layer in layers:
         _replace_forward(layer, runtime)
     model.stats, model.close = runtime.stats, runtime.close
+    weakref.finalize(model, runtime.close)
     return model
 
 

@@ -5,6 +5,7 @@ Shapes: T tokens, K top-k, N experts of a visit, H hidden size.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -67,6 +68,7 @@ class Runtime:
         self._timeout, self._check, self._timeline = timeout, check, timeline
         self._flying: dict[int, Load] = {}
         self._failed: CoterieError | None = None
+        self._lock = threading.Lock()
         self._rates = [1e9, 1e10]  # bytes per second of loads and of computing one row: a guess until measured
         budget = cache.budget_blocks * self._layout.block_bytes
         self._stats = OffloadStats(
@@ -76,14 +78,15 @@ class Runtime:
     def stats(self) -> OffloadStats:
         """What happened so far."""
         link = self._link
-        return replace(
-            self._stats, loaded_bytes=link.loaded_bytes, load_seconds=link.busy_seconds, direct=link.direct
-        )
+        return replace(self._stats, loaded_bytes=link.loaded_bytes, load_seconds=link.busy_seconds, direct=link.direct)
 
     def close(self) -> None:
-        """End the link's threads; the model cannot run afterwards."""
-        self._failed = self._failed or ConfigError("the offloaded model was closed; make it again")
-        self._link.close()
+        """End the link's threads and give the experts' memory back; the model cannot run afterwards."""
+        with self._lock:
+            self._link.close()
+            if self._failed is None:  # else a read that never ended may still write
+                self._memory.clear()
+                self._failed = ConfigError("the offloaded model was closed; make it again")
 
     def run(self, layer: int, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """A layer's experts on a batch of tokens.
@@ -96,8 +99,6 @@ class Runtime:
             CheckpointError: when a read fails or does not end in time, or a block is corrupted.
             ConfigError: when gradients are wanted, or a width cannot be.
         """
-        if self._failed is not None:
-            raise self._failed
         if torch.is_grad_enabled() and hidden_TH.requires_grad:
             raise ConfigError("offloaded experts do not train; run the model under torch.inference_mode()")
         layout = self._layout
@@ -106,11 +107,14 @@ class Runtime:
             widths_TK = self._widths(layer, ids_TK, weights_TK)
         slots = SlotGroups.of(hidden_TH, ids_TK, widths_TK, (layout.num_experts, layout.width))
         visit = _Visit(layer, slots, layout)
-        try:
-            outputs = self._serve(visit)
-        except BaseException:
-            self._abandon(layer)
-            raise
+        with self._lock:
+            if self._failed is not None:
+                raise self._failed
+            try:
+                outputs = self._serve(visit)
+            except BaseException:
+                self._abandon(layer)
+                raise
         return slots.combine([outputs[index] for index in range(len(slots.groups))], weights_TK)
 
     def _serve(self, visit: _Visit) -> dict[int, Tensor]:
@@ -181,7 +185,12 @@ class Runtime:
         if load is None:
             return
         began = time.perf_counter()
-        load.wait(self._timeout)
+        try:
+            load.wait(self._timeout)
+        except CheckpointError as error:
+            if not load.ended:
+                self._failed = error
+            raise
         ended = time.perf_counter()
         self._stats.exposed_seconds += ended - began
         if self._timeline is not None:
@@ -201,8 +210,8 @@ class Runtime:
                 fresh = self._fresh(visit.layer, expert, width)
                 if not torch.equal(output, run_record(fresh, width, gate, x_NH, width_N)):
                     raise CheckpointError(
-                        f"layer {visit.layer}, expert {expert} was computed with other weights than the store's; report "
-                        "this"
+                        f"layer {visit.layer}, expert {expert} was computed with other weights than the store's; "
+                        "report this"
                     )
             return output
 
@@ -248,7 +257,7 @@ class Runtime:
                 self._cache.loaded(layer, np.array([(expert, load.first, load.end)]))
             except CheckpointError as error:
                 if not load.ended:
-                    self._failed = error
+                    self._failed = self._failed or error
         for expert in self._flying:
             self._cache.cancel(layer, np.array([expert]))
             if self._failed is None:
