@@ -16,7 +16,7 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[$*$(if $(EXTRAS),$(comma)$(EXTRAS))]"
 	@touch $@
 
-demo: $(VENV)/.installed-run
+demo: $(VENV)/.installed-models
 	@$(BIN)/coterie demo
 
 test: $(VENV)/.installed-test

@@ -1,4 +1,4 @@
-"""`coterie demo`: the main job, on real routing that ships with the package."""
+"""`coterie demo`: the main job, on real routing that ships with the package and on a live model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from coterie.cli import demo_live
 from coterie.cli import place as place_verb
 from coterie.cli.common import progress, say
 
@@ -21,7 +22,7 @@ TRACE, TOPOLOGY, ENGINE, PRUNING = "dsv2lite-law", "8", "sglang", 0.2
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the files it makes.")] = Path("coterie-demo"),
 ) -> None:
-    """Place the experts of DeepSeek-V2-Lite on 8 devices from its real routing, and export the placement."""
+    """Place the experts of DeepSeek-V2-Lite on 8 devices from its real routing, and those of a model that runs here."""
     from coterie.files import replacing_folder
     from coterie.placement.driver import prepare
     from coterie.topology import Topology
@@ -39,6 +40,7 @@ def demo(
         _compare(setting)
         _place_and_export(setting, folder, out)
         _prune_then_place(setting, folder, listen)
+        demo_live.record_and_place(folder, out, listen)
     say(f"\nDone in {time.monotonic() - started:.0f} s; files are in {out}/")
 
 
