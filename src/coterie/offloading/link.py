@@ -26,9 +26,14 @@ class Load:
     def __init__(self, layer: int, expert: int, first: int, end: int) -> None:
         self.layer, self.expert, self.first, self.end = layer, expert, first, end
         self.error: CheckpointError | None = None
+        self.cancelled = False
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._parts = 0
+
+    def cancel(self) -> None:
+        """Begin no more of its reads; it ends with the one under way, and none of it counts as arrived."""
+        self.cancelled = True
 
     @property
     def ended(self) -> bool:
@@ -145,7 +150,7 @@ class Link:
     def _work(self) -> None:
         while (each := self._queue.get()) is not None:
             error = None
-            if each.load.error is None:
+            if each.load.error is None and not each.load.cancelled:
                 try:
                     self._transfer(each)
                 except CheckpointError as reason:

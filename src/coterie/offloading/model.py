@@ -34,7 +34,7 @@ Widths: TypeAlias = "Callable[[int, Tensor, Tensor], Tensor]"
 def offload(
     store: str | Path, budget: str | int | float, widths: WidthPlan | Widths | None = None, *, policy: str = DEFAULT,
     schedule: str = "johnson", threads: int = 2, direct: bool = True, bandwidth: float | None = None,
-    timeout: float = 60.0, check: bool = False, timeline: Timeline | None = None,
+    timeout: float = 60.0, ahead: bool = False, check: bool = False, timeline: Timeline | None = None,
 ) -> Any:  # fmt: skip
     """A model that runs as usual, its experts read from a store as they are needed and kept as a budget allows.
 
@@ -54,6 +54,7 @@ def offload(
         direct: read around the page cache where the file system allows.
         bandwidth: bytes per second of an emulated, slower disk.
         timeout: seconds after which a read is given up.
+        ahead: begin to read what the next layer probably needs while nothing else is to be read.
         check: for tests: poison memory that holds nothing, and compute every expert twice, the second time from
             freshly read weights.
         timeline: filled with every load, computation and wait.
@@ -81,7 +82,7 @@ def offload(
     gates: list[Any] = [layer.experts._apply_gate for layer in layers]
     cache, memory = ExpertCache(shape, blocks, evictions), ExpertMemory(layout, poison=check)
     runtime = Runtime(
-        opened, cache, memory, link, gates, chosen, schedule, timeout, check, timeline, bandwidth
+        opened, cache, memory, link, gates, chosen, schedule, timeout, ahead, check, timeline, bandwidth
     )  # fmt: skip
     for layer in layers:
         _replace_forward(layer, runtime)

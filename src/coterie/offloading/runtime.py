@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from coterie.checkpoint.expert_store import ExpertStore
 from coterie.checkpoint.store_layout import StoreLayout
 from coterie.errors import BudgetError, CheckpointError, ConfigError, CoterieError
+from coterie.offloading.ahead import Ahead
 from coterie.offloading.link import Link, Load
 from coterie.offloading.memory import ExpertMemory
 from coterie.offloading.stats import OffloadStats
@@ -51,14 +53,15 @@ class Runtime:
         widths: (layer, ids [T, K], weights [T, K]) -> neurons [T, K]; None: all.
         schedule: name of the order of a layer's loads.
         timeout: seconds that a load may take, at most.
+        ahead: begin to read what the next layer probably needs while the link is idle.
         check: compare every expert's output with one from a fresh copy of its weights: slow, for tests.
         timeline: told of every computation and wait.
     """
 
     def __init__(
         self, store: ExpertStore, cache: ExpertCache, memory: ExpertMemory, link: Link, gates: Sequence[Gate],
-        widths: Widths | None = None, schedule: str = "johnson", timeout: float = 60.0, check: bool = False,
-        timeline: Timeline | None = None, emulated_bandwidth: float | None = None,
+        widths: Widths | None = None, schedule: str = "johnson", timeout: float = 60.0, ahead: bool = False,
+        check: bool = False, timeline: Timeline | None = None, emulated_bandwidth: float | None = None,
     ) -> None:  # fmt: skip
         if not timeout > 0:
             raise ConfigError(f"timeout = {timeout}; it must be positive")
@@ -66,7 +69,8 @@ class Runtime:
         self._layout: StoreLayout = store.layout
         self._gates, self._widths, self._order = gates, widths, get_schedule(schedule)
         self._timeout, self._check, self._timeline = timeout, check, timeline
-        self._flying: dict[int, Load] = {}
+        self._flying: dict[tuple[int, int], list[Load]] = {}
+        self._ahead = Ahead(cache) if ahead and store.layout.num_layers > 1 else None
         self._failed: CoterieError | None = None
         self._lock = threading.Lock()
         self._rates = [1e9, 1e10]  # bytes per second of loads and of computing one row: a guess until measured
@@ -83,6 +87,8 @@ class Runtime:
     def close(self) -> None:
         """End the link's threads and give the experts' memory back; the model cannot run afterwards."""
         with self._lock:
+            for load in (load for loads in self._flying.values() for load in loads):
+                load.cancel()
             self._link.close()
             if self._failed is None:  # else a read that never ended may still write
                 self._memory.clear()
@@ -113,13 +119,14 @@ class Runtime:
             try:
                 outputs = self._serve(visit)
             except BaseException:
-                self._abandon(layer)
+                self._abandon()
                 raise
         return slots.combine([outputs[index] for index in range(len(slots.groups))], weights_TK)
 
     def _serve(self, visit: _Visit) -> dict[int, Tensor]:
         """Load and compute what a visit needs, in whatever order works out; outputs by group."""
         outputs = {index: visit.slots.outputs(index, _no_expert) for index in visit.skipped}
+        self._settle(visit)
         pending, admitted = deque(self._ordered(visit)), deque[int]()
         whole = self._look_up(visit, pending)
         if whole:
@@ -132,14 +139,37 @@ class Runtime:
                     f"a budget of {self._stats.budget_bytes:,} bytes holds no expert of layer {visit.layer} now; the "
                     f"smallest workable one is {self._layout.blocks * self._layout.block_bytes:,} bytes"
                 )
-            expert = next((each for each in admitted if self._is_here(each)), admitted[0])
+            expert = next((each for each in admitted if self._is_here(visit.layer, each)), admitted[0])
             admitted.remove(expert)
             self._await(visit.layer, expert)
+            if whole:
+                self._look_ahead(visit.layer)
             outputs |= self._compute(visit, expert)
             if not whole:
                 self._cache.release(visit.layer, expert)
         self._cache.used(visit.layer)
         return outputs
+
+    def _settle(self, visit: _Visit) -> None:
+        """Take back what was read ahead in vain; the policy of what is ahead learns the visit."""
+        for layer, expert in list(self._flying):
+            if layer != visit.layer or expert not in visit.need:
+                self._take_back(layer, expert)
+        if self._ahead is not None:
+            self._ahead.observe(visit.layer, visit.experts_N, visit.blocks_N)
+
+    def _look_ahead(self, layer: int) -> None:
+        """With nothing else to read, begin with the likeliest expert of the next layer, if there is room."""
+        if self._ahead is None or any(not load.ended for loads in self._flying.values() for load in loads):
+            return
+        after = (layer + 1) % self._layout.num_layers
+        wanted = self._ahead.wanted(after)
+        if wanted is None:
+            return
+        decision = self._cache.prefetch(after, np.array(wanted[:1]), np.array(wanted[1:]))
+        if decision is not None:
+            self._start(decision, wanted[:1])
+            self._stats.ahead_bytes += decision.loaded_blocks * self._layout.block_bytes
 
     def _look_up(self, visit: _Visit, order: Sequence[int]) -> bool:
         """Let the policy learn the visit, and start all its loads if they fit together; whether they did."""
@@ -152,6 +182,9 @@ class Runtime:
         try:
             decision = self._cache.lookup(visit.layer, visit.experts_N, visit.blocks_N)
         except BudgetError:
+            for key in list(self._flying):  # what was read ahead is pinned, and could leave no room for the first
+                self._take_back(*key)
+            self._cache.used(visit.layer)
             return False
         self._start(decision, order)
         return True
@@ -174,30 +207,54 @@ class Runtime:
         rank = {expert: number for number, expert in enumerate(order)}
         for expert, first, end in sorted(decision.loads_N3.tolist(), key=lambda load: rank[load[0]]):
             into = self._memory.buffer(decision.layer, expert, first, end)
-            self._flying[expert] = self._link.read(decision.layer, expert, first, end, into)
+            load = self._link.read(decision.layer, expert, first, end, into)
+            self._flying.setdefault((decision.layer, expert), []).append(load)
 
-    def _is_here(self, expert: int) -> bool:
-        return expert not in self._flying or self._flying[expert].ended
+    def _is_here(self, layer: int, expert: int) -> bool:
+        return all(load.ended for load in self._flying.get((layer, expert), ()))
 
     def _await(self, layer: int, expert: int) -> None:
         """Until an expert has arrived, and the cache knows."""
-        load = self._flying.get(expert)
-        if load is None:
+        loads = self._flying.get((layer, expert))
+        if not loads:
             return
         began = time.perf_counter()
-        try:
-            load.wait(self._timeout)
-        except CheckpointError as error:
-            if not load.ended:
-                self._failed = error
-            raise
+        for load in loads:
+            self._end(load)
         ended = time.perf_counter()
         self._stats.exposed_seconds += ended - began
         if self._timeline is not None:
             self._timeline.add(WAIT, f"layer {layer} expert {expert}", began, ended)
-        self._cache.loaded(layer, np.array([(expert, load.first, load.end)]))
-        del self._flying[expert]
+        self._cache.loaded(layer, np.array([(expert, load.first, load.end) for load in loads]))
+        del self._flying[layer, expert]
         self._measure(0, self._link.loaded_bytes, self._link.busy_seconds)
+
+    def _end(self, load: Load) -> None:
+        """Wait for a load; one that does not end makes the model unusable, since it may still write."""
+        try:
+            load.wait(self._timeout if self._failed is None else 0)
+        except CheckpointError as error:
+            if not load.ended:
+                self._failed = self._failed or error
+            raise
+
+    def _take_back(self, layer: int, expert: int) -> None:
+        """End an expert's loads, keep what arrived before the first that did not, and free the rest."""
+        loads = self._flying.pop((layer, expert))
+        for load in loads:
+            if not load.ended:
+                load.cancel()
+        try:
+            for load in loads:
+                self._end(load)
+                if load.cancelled:
+                    break
+                self._cache.loaded(layer, np.array([(expert, load.first, load.end)]))
+        except CheckpointError:
+            if self._failed is not None:
+                raise  # otherwise the block is read, and told, again when something needs it
+        self._cache.cancel(layer, np.array([expert]))
+        self._memory.evict(layer, expert, int(self._cache.arrived_LE[layer, expert]))
 
     def _compute(self, visit: _Visit, expert: int) -> dict[int, Tensor]:
         """The outputs of an expert's groups."""
@@ -249,21 +306,13 @@ class Runtime:
             now = nbytes / seconds
             self._rates[which] = _REMEMBERED * self._rates[which] + (1 - _REMEMBERED) * now
 
-    def _abandon(self, layer: int) -> None:
+    def _abandon(self) -> None:
         """After an error: let no read go on into memory that something else may get, and free what did not arrive."""
-        for expert, load in self._flying.items():
-            try:
-                load.wait(self._timeout if self._failed is None else 0)
-                self._cache.loaded(layer, np.array([(expert, load.first, load.end)]))
-            except CheckpointError as error:
-                if not load.ended:
-                    self._failed = self._failed or error
-        for expert in self._flying:
-            self._cache.cancel(layer, np.array([expert]))
-            if self._failed is None:
-                self._memory.evict(layer, expert, int(self._cache.arrived_LE[layer, expert]))
+        for layer, expert in list(self._flying):
+            with suppress(CheckpointError):
+                self._take_back(layer, expert)
         self._flying.clear()
-        self._cache.used(layer)
+        self._cache.pinned_LE[:] = 0
 
 
 class _Visit:

@@ -80,7 +80,7 @@ def test_outputs_do_not_depend_on_budget_policy_or_schedule(
 
     assert policy in POLICIES
     assert schedule in SCHEDULES
-    model = offload(budget, policy=policy, schedule=schedule, check=True)
+    model = offload(budget, policy=policy, schedule=schedule, ahead=policy in ("reuse", "company"), check=True)
     for ids, found in expected:
         assert torch.equal(logits(model, ids), found)
     assert torch.equal(continued(model, prompts), continued(small.model, prompts))
@@ -157,6 +157,19 @@ def _resident(start: int, nbytes: int) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), pages) == 0
     return sum(page & 1 for page in pages) * mmap.PAGESIZE
+
+
+def test_reading_ahead_learns_what_follows_and_takes_back_what_does_not(offload: Any, prompts: Any) -> None:
+    import torch
+
+    model, plain = offload("40%", ahead=True, check=True), offload("40%")
+    for _ in range(12):
+        for ids in (prompts[:1, :1], prompts[:1, 1:2]):
+            assert torch.equal(logits(model, ids), logits(plain, ids))
+    stats = model.stats()
+    assert 0 < stats.ahead_bytes <= stats.loaded_bytes
+    assert stats.peak_expert_bytes <= stats.budget_bytes
+    assert plain.stats().ahead_bytes == 0
 
 
 def test_everything_resident_is_read_once(offload: Any, prompts: Any) -> None:
