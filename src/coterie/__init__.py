@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from coterie.calibration.profile import profile_model as profile_model
     from coterie.errors import CoterieError as CoterieError
+    from coterie.models.pack import pack as pack
     from coterie.models.prune import prune_destinations as prune_destinations
     from coterie.models.record import record as record
     from coterie.models.reorder_checkpoint import reorder as reorder
     from coterie.models.widths import apply_widths as apply_widths
+    from coterie.offloading.model import offload as offload
     from coterie.placement.placement import Placement as Placement
     from coterie.pruning.width_planning import plan_widths as plan_widths
     from coterie.spec import MoESpec as MoESpec
@@ -31,6 +33,8 @@ _HOME = {
     "Topology": "coterie.topology",
     "profile_model": "coterie.calibration.profile",
     "apply_widths": "coterie.models.widths",
+    "offload": "coterie.offloading.model",
+    "pack": "coterie.models.pack",
     "plan_widths": "coterie.pruning.width_planning",
     "prune_destinations": "coterie.models.prune",
     "record": "coterie.models.record",

@@ -52,12 +52,12 @@ def reorder_files(
         ConfigError: when the disk has too little space.
     """
     config = read_config(source / "config.json")
-    _refuse_quantised(config, source)
+    refuse_quantised(config, source, "reordered: reorder the unquantised checkpoint, then quantise it")
     tensors = read_headers(source)
     model_type = str(text_part(config).get("model_type"))
     axes = neuron_axes(tensors, model_type, layer_ids, (order_LEI.shape[0], order_LEI.shape[1], order_LEI.shape[2]))
     files = sorted({tensor.file for tensor in tensors.values()})
-    others, left_out = _other_files(source, files)
+    others, left_out = other_files(source, files)
     _check_space(out, [*files, *others])
     done, total = 0, sum(file.stat().st_size for file in files)
     for file in files:
@@ -84,18 +84,22 @@ def along_axis(order_I: Order, along: Along) -> Order:
     return np.stack([2 * order_I, 2 * order_I + 1], axis=1).reshape(-1)
 
 
-def _refuse_quantised(config: Mapping[str, Any], source: Path) -> None:
+def refuse_quantised(config: Mapping[str, Any], source: Path, what: str) -> None:
+    """Refuse a checkpoint that its config calls quantised.
+
+    Args:
+        config: its config.json.
+        source: its folder.
+        what: what cannot be done with it, and the remedy.
+    """
     for part in (config, text_part(config)):
         for key in ("quantization_config", "compression_config"):
             if part.get(key):
                 method = part[key].get("quant_method") if isinstance(part[key], dict) else None
-                raise CheckpointError(
-                    f"{source} is quantised ({method or key}); quantised weights cannot be reordered: reorder the "
-                    "unquantised checkpoint, then quantise it"
-                )
+                raise CheckpointError(f"{source} is quantised ({method or key}); quantised weights cannot be {what}")
 
 
-def _other_files(source: Path, weights: list[Path]) -> tuple[list[Path], list[str]]:
+def other_files(source: Path, weights: list[Path]) -> tuple[list[Path], list[str]]:
     """The files to copy as they are, and the names of those to leave out."""
     copied, left_out = [], []
     for file in sorted(source.rglob("*")):
@@ -128,9 +132,9 @@ def _reorder_file(
             axis = axes.get(name)
             if axis is None or axis.axis is None:
                 continue
-            _copy(reader, writer, tensor.start - reader.tell())
+            copy_bytes(reader, writer, tensor.start - reader.tell())
             _reorder_tensor(reader, writer, tensor, axis, order_LEI[axis.layer])
-        _copy(reader, writer, os.fstat(reader.fileno()).st_size - reader.tell())
+        copy_bytes(reader, writer, os.fstat(reader.fileno()).st_size - reader.tell())
 
 
 def _reorder_tensor(
@@ -146,7 +150,8 @@ def _reorder_tensor(
         writer.write(moved.data)
 
 
-def _copy(reader: BinaryIO, writer: BinaryIO, nbytes: int) -> None:
+def copy_bytes(reader: BinaryIO, writer: BinaryIO, nbytes: int) -> None:
+    """Copy the next bytes of one file to another, a little at a time."""
     while nbytes > 0:
         part = _read(reader, min(nbytes, _CHUNK_BYTES))
         writer.write(part)

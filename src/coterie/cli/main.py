@@ -9,7 +9,9 @@ import typer
 
 import coterie
 from coterie.cli import demo, evaluate, export, place, profile, record, study, trace_prune, widths
+from coterie.cli.generate import generate
 from coterie.cli.model_info import model_info
+from coterie.cli.pack import pack
 from coterie.cli.reorder import reorder
 from coterie.cli.simulate_offload import simulate_offload
 from coterie.cli.trace_import import trace_import
@@ -63,6 +65,8 @@ app.command("profile")(profile.profile)
 app.command("export")(export.export)
 app.command("validate")(export.validate)
 app.command("reorder")(reorder)
+app.command("pack")(pack)
+app.command("generate")(generate)
 app.command("eval")(evaluate.evaluate_model)
 trace.command("import")(trace_import)
 trace.command("info")(trace_info)

@@ -32,7 +32,7 @@ def identity_of_checkpoint(folder: Path) -> tuple[str, Any]:
         if id(module) in routers:
             wanted |= {f"{path}.{name}": (module, name) for name in module.state_dict()}
     found: dict[int, dict[str, Any]] = {key: {} for key in routers}
-    rename = _renaming(skeleton)
+    rename = renaming(skeleton)
     for name, tensor in read_headers(folder).items():
         target = rename(name)
         if target in wanted:
@@ -48,7 +48,7 @@ def identity_of_checkpoint(folder: Path) -> tuple[str, Any]:
     return identity_of(skeleton), skeleton
 
 
-def _renaming(skeleton: Any) -> Any:
+def renaming(skeleton: Any) -> Any:
     """From a tensor's name in the checkpoint to its name in the model, by Transformers' own table."""
     conversion = importlib.import_module("transformers.conversion_mapping")
     loading = importlib.import_module("transformers.core_model_loading")

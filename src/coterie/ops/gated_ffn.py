@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from coterie.errors import CheckpointError, ConfigError
+
+Run = Callable[[int, int, Tensor, Tensor | None], Tensor]
+"""(expert, width, x [N, H], widths [N] or None) -> [N, H]."""
 
 _BASE = 2**32  # above any width, so that a wrong one is seen and not taken for another expert's
 
@@ -140,31 +144,82 @@ def gated_ffn(
     Raises:
         ConfigError: for a width or an expert that cannot be.
     """
-    tokens, top_k = ids_TK.shape
-    assert weights_TK.shape == widths_TK.shape == ids_TK.shape, "a weight and a width for each slot"
-    groups, slot_S = _groups(ids_TK, widths_TK)
-    for group in groups:
-        if not (0 <= group.expert < weights.num_experts and 0 <= group.width <= weights.width):
-            raise ConfigError(
-                f"{group.width} neurons of expert {group.expert} cannot run: there are {weights.num_experts} experts "
-                f"of {weights.width} neurons"
-            )
-    sorted_SH, width_S = hidden_TH[slot_S // top_k], widths_TK.reshape(-1)[slot_S]
-    parts, start = [], 0
-    for group in _joined(groups, _CALL_TERMS // hidden_TH.shape[1]):
-        rows = slice(start, start + group.count)
-        start += group.count
+    assert weights_TK.shape == ids_TK.shape, "a weight for each slot"
+    slots = SlotGroups.of(hidden_TH, ids_TK, widths_TK, (weights.num_experts, weights.width))
+    return slots.combine([slots.outputs(index, weights.run) for index in range(len(slots.groups))], weights_TK)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Consecutive slots of one expert: the width to compute, how many they are, whether some want less."""
+
+    expert: int
+    width: int
+    count: int
+    mixed: bool = False
+
+
+@dataclass(frozen=True)
+class SlotGroups:
+    """A layer's work: slots [S] sorted into groups that are computed together, in whatever order.
+
+    Attributes:
+        groups: by rising expert and width.
+        starts: where the slots of each group begin.
+        sorted_SH: [S, H] the input of each slot, in the groups' order.
+        width_S: [S] its width.
+        slot_S: [S] which slot it is, token by token.
+    """
+
+    groups: list[Group]
+    starts: list[int]
+    sorted_SH: Tensor
+    width_S: Tensor
+    slot_S: Tensor
+
+    @classmethod
+    def of(cls, hidden_TH: Tensor, ids_TK: Tensor, widths_TK: Tensor, limits: tuple[int, int]) -> SlotGroups:
+        """Sort slots into groups; waits for the device once.
+
+        Args:
+            hidden_TH: as for `gated_ffn`, like the next two.
+            ids_TK: as there.
+            widths_TK: as there.
+            limits: experts, neurons of one.
+
+        Raises:
+            ConfigError: for a width or an expert that cannot be.
+        """
+        assert widths_TK.shape == ids_TK.shape, "a width for each slot"
+        groups, slot_S = _groups(ids_TK, widths_TK)
+        for group in groups:
+            if not (0 <= group.expert < limits[0] and 0 <= group.width <= limits[1]):
+                raise ConfigError(
+                    f"{group.width} neurons of expert {group.expert} cannot run: there are {limits[0]} experts of "
+                    f"{limits[1]} neurons"
+                )
+        joined = _joined(groups, _CALL_TERMS // hidden_TH.shape[1])
+        starts = [0, *accumulate(group.count for group in joined)]
+        return cls(joined, starts, hidden_TH[slot_S // ids_TK.shape[1]], widths_TK.reshape(-1)[slot_S], slot_S)
+
+    def outputs(self, index: int, run: Run) -> Tensor:
+        """The outputs of one group's slots, [N, H], not yet weighted; `run` as `ExpertWeights.run`."""
+        group, rows = self.groups[index], slice(self.starts[index], self.starts[index + 1])
+        x_NH = self.sorted_SH[rows]
         if group.width == 0:
-            parts.append(torch.zeros_like(sorted_SH[rows]))
-        else:
-            own_N = width_S[rows] if group.mixed else None
-            x_NH, extra = sorted_SH[rows], _padding(group.count, hidden_TH)
-            if extra:
-                x_NH, own_N = pad(x_NH, (0, 0, 0, extra)), None if own_N is None else pad(own_N, (0, extra))
-            parts.append(weights.run(group.expert, group.width, x_NH, own_N)[: group.count])
-    outputs_SH = torch.cat(parts) if parts else sorted_SH
-    unsorted_S = torch.empty_like(slot_S).scatter_(0, slot_S, torch.arange(len(slot_S), device=slot_S.device))
-    return weighted_sum(outputs_SH[unsorted_S].view(tokens, top_k, hidden_TH.shape[1]), weights_TK).to(hidden_TH.dtype)
+            return torch.zeros_like(x_NH)
+        own_N, extra = self.width_S[rows] if group.mixed else None, _padding(group.count, x_NH)
+        if extra:
+            x_NH, own_N = pad(x_NH, (0, 0, 0, extra)), None if own_N is None else pad(own_N, (0, extra))
+        return run(group.expert, group.width, x_NH, own_N)[: group.count]
+
+    def combine(self, outputs: list[Tensor], weights_TK: Tensor) -> Tensor:
+        """The weighted sum of every token's slots, in their order, from the outputs of all groups; [T, H]."""
+        outputs_SH = torch.cat(outputs) if outputs else self.sorted_SH
+        unsorted_S = torch.empty_like(self.slot_S)
+        unsorted_S.scatter_(0, self.slot_S, torch.arange(len(self.slot_S), device=self.slot_S.device))
+        outputs_TKH = outputs_SH[unsorted_S].view(*weights_TK.shape, self.sorted_SH.shape[1])
+        return weighted_sum(outputs_TKH, weights_TK).to(self.sorted_SH.dtype)
 
 
 def weighted_sum(outputs_TKH: Tensor, weights_TK: Tensor) -> Tensor:
@@ -214,23 +269,13 @@ def gated_ffn_reference(
     return total_TH
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Consecutive slots of one expert: the width to compute, how many they are, whether some want less."""
-
-    expert: int
-    width: int
-    count: int
-    mixed: bool = False
-
-
-def _groups(ids_TK: Tensor, widths_TK: Tensor) -> tuple[list[_Group], Tensor]:
+def _groups(ids_TK: Tensor, widths_TK: Tensor) -> tuple[list[Group], Tensor]:
     """A group for every expert and width, by rising expert and width; and the slots [S] in this order."""
     code_S = (ids_TK.to(torch.int64) * _BASE + widths_TK).reshape(-1)
     sorted_S, slot_S = torch.sort(code_S, stable=True)
     codes, counts = torch.unique_consecutive(sorted_S, return_counts=True)
     rows = torch.stack([codes // _BASE, codes % _BASE, counts]).t().tolist()
-    return [_Group(*row) for row in rows], slot_S
+    return [Group(*row) for row in rows], slot_S
 
 
 def _padding(count: int, like: Tensor) -> int:
@@ -240,14 +285,14 @@ def _padding(count: int, like: Tensor) -> int:
     return -count % (16 if count < 64 else 64)
 
 
-def _joined(groups: list[_Group], call_rows: int = 0) -> list[_Group]:
+def _joined(groups: list[Group], call_rows: int = 0) -> list[Group]:
     """The groups, small ones joined to the next wider of their expert, in the same order of slots.
 
     Args:
         groups: by rising expert and width.
         call_rows: what a group costs by itself, in rows x neurons.
     """
-    joined: list[_Group] = []
+    joined: list[Group] = []
     for group in reversed(groups):
         wider = joined[-1] if joined else None
         if (
@@ -256,7 +301,7 @@ def _joined(groups: list[_Group], call_rows: int = 0) -> list[_Group]:
             and group.width > 0
             and group.count * (wider.width - group.width) <= _READ_ROWS * group.width + call_rows
         ):
-            joined[-1] = _Group(wider.expert, wider.width, wider.count + group.count, True)
+            joined[-1] = Group(wider.expert, wider.width, wider.count + group.count, True)
         else:
             joined.append(group)
     return joined[::-1]

@@ -109,6 +109,10 @@ class ExpertCache:
             self.reserved_LE[layer, expert] = self.arrived_LE[layer, expert]
             self.pinned_LE[layer, expert] = 0
 
+    def release(self, layer: int, expert: int) -> None:
+        """One expert of a layer has computed, the others have not: what it used may be evicted."""
+        self.pinned_LE[layer, expert] = 0
+
     def used(self, layer: int) -> None:
         """The layer has computed: what it used may be evicted."""
         self.pinned_LE[layer] = 0

@@ -118,13 +118,13 @@ def test_a_token_s_sum_goes_by_its_slots_whatever_else_runs(experts_of: Any) -> 
 
 
 def test_small_groups_join_wider_ones_of_their_expert() -> None:
-    from coterie.ops.gated_ffn import _Group, _joined
+    from coterie.ops.gated_ffn import Group, _joined
 
-    assert _joined([_Group(0, 16, 2), _Group(0, 48, 1), _Group(1, 16, 2)]) == [_Group(0, 48, 3, True), _Group(1, 16, 2)]
-    assert _joined([_Group(0, 16, 9), _Group(0, 48, 1)]) == [_Group(0, 16, 9), _Group(0, 48, 1)]
-    assert _joined([_Group(0, 0, 1), _Group(0, 48, 1)]) == [_Group(0, 0, 1), _Group(0, 48, 1)]
-    assert _joined([_Group(0, 0, 1), _Group(0, 48, 1)], 10**6) == [_Group(0, 0, 1), _Group(0, 48, 1)]
-    assert _joined([_Group(0, 16, 9), _Group(0, 48, 1)], 32) == [_Group(0, 48, 10, True)]
+    assert _joined([Group(0, 16, 2), Group(0, 48, 1), Group(1, 16, 2)]) == [Group(0, 48, 3, True), Group(1, 16, 2)]
+    assert _joined([Group(0, 16, 9), Group(0, 48, 1)]) == [Group(0, 16, 9), Group(0, 48, 1)]
+    assert _joined([Group(0, 0, 1), Group(0, 48, 1)]) == [Group(0, 0, 1), Group(0, 48, 1)]
+    assert _joined([Group(0, 0, 1), Group(0, 48, 1)], 10**6) == [Group(0, 0, 1), Group(0, 48, 1)]
+    assert _joined([Group(0, 16, 9), Group(0, 48, 1)], 32) == [Group(0, 48, 10, True)]
     assert _joined([]) == []
 
 

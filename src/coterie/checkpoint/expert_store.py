@@ -1,0 +1,156 @@
+"""A store of experts on disk: `[I, 3, H]` records of which any width is one read, with a checksum for every block."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.checkpoint.store_layout import StoreLayout
+from coterie.errors import CheckpointError, ConfigError
+from coterie.files import parse_json, read_text
+from coterie.spec import MoESpec
+
+KIND, SCHEMA_VERSION = "expert_store", 1
+HEADER_FILE, EXPERTS_FILE, CHECKSUMS_FILE = "store.json", "experts.bin", "checksums.bin"
+PACKING_FILE, SKELETON_FOLDER = "packing.json", "model"
+
+
+@dataclass(frozen=True)
+class StoreHeader:
+    """What a store is of.
+
+    Attributes:
+        spec: the model's routing.
+        identity: which weights (`models/identity.py`).
+        order: digest of the order of neurons; None: the original's.
+        variant: the importance that the order goes by; None: unknown, or the original order.
+        layout: where everything lies.
+    """
+
+    spec: MoESpec
+    identity: str
+    order: str | None
+    variant: str | None
+    layout: StoreLayout
+
+    def to_json(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {
+            "kind": KIND, "schema_version": SCHEMA_VERSION, "spec": self.spec.to_json(), "identity": self.identity,
+            "order": self.order, "variant": self.variant, "layout": asdict(self.layout),
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> StoreHeader:
+        """The inverse of `to_json`."""
+        return cls(
+            MoESpec.from_json(data["spec"]), str(data["identity"]), data["order"], data["variant"],
+            StoreLayout(**data["layout"]),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ExpertStore:
+    """A finished store that was opened; reading blocks is `offloading`'s.
+
+    Attributes:
+        folder: where it is.
+        header: what it is of.
+        checksums_LEB: [L, E, B] uint32, zlib.crc32 of every block, padding included.
+    """
+
+    folder: Path
+    header: StoreHeader
+    checksums_LEB: NDArray[np.uint32]
+
+    @property
+    def layout(self) -> StoreLayout:
+        """Where everything lies."""
+        return self.header.layout
+
+    @property
+    def experts_file(self) -> Path:
+        """The file of records."""
+        return self.folder / EXPERTS_FILE
+
+    @property
+    def skeleton(self) -> Path:
+        """The folder of everything but the experts: config, tokenizer, `model.safetensors`."""
+        return self.folder / SKELETON_FOLDER
+
+    def check_block(self, layer: int, expert: int, block: int, data: Any) -> None:
+        """Refuse a block whose bytes are not those that were written.
+
+        Raises:
+            CheckpointError: naming the block.
+        """
+        if zlib.crc32(data) != int(self.checksums_LEB[layer, expert, block]):
+            raise CheckpointError(
+                f"{self.experts_file} is corrupted in layer {layer}, expert {expert}, block {block}: its checksum is "
+                "another; pack the model again, and check the disk"
+            )
+
+
+def open_store(folder: str | Path) -> ExpertStore:
+    """Open a store that `coterie pack` finished.
+
+    Raises:
+        CheckpointError: when it is none, unfinished, truncated or damaged.
+    """
+    folder = Path(folder)
+    header_file = folder / HEADER_FILE
+    if not header_file.is_file():
+        if (folder / PACKING_FILE).is_file():
+            raise CheckpointError(f"{folder} is a store that is not finished; run the same coterie pack again")
+        raise CheckpointError(f"{folder} is no expert store; make one with coterie pack")
+    document = parse_json(read_text(header_file, CheckpointError), header_file, CheckpointError)
+    if not isinstance(document, dict) or document.get("kind") != KIND:
+        raise CheckpointError(f"{header_file} does not describe an expert store; make one with coterie pack")
+    if document.get("schema_version") != SCHEMA_VERSION:
+        raise CheckpointError(
+            f"{folder} has schema {document.get('schema_version')!r} of expert stores, this version reads "
+            f"{SCHEMA_VERSION}; pack the model again"
+        )
+    try:
+        header = StoreHeader.from_json(document)
+        checksum = int(document["checksums_crc32"])
+    except (KeyError, TypeError, ValueError, ConfigError) as error:
+        raise CheckpointError(f"{header_file} is damaged ({error}); pack the model again") from error
+    _check_sizes(folder, header.layout)
+    return ExpertStore(folder, header, _checksums(folder / CHECKSUMS_FILE, header.layout, checksum))
+
+
+def header_text(header: StoreHeader, checksums: bytes, about: Mapping[str, Any]) -> str:
+    """The text of a finished store's header file."""
+    document = {**header.to_json(), "checksums_crc32": zlib.crc32(checksums), **about}
+    return json.dumps(document, indent=1) + "\n"
+
+
+def block_checksums(record: memoryview, layout: StoreLayout) -> list[int]:
+    """The checksum of each block of one record, padding included."""
+    spans = [layout.span(block, block + 1) for block in range(layout.blocks)]
+    return [zlib.crc32(record[start : start + nbytes]) for start, nbytes in spans]
+
+
+def _check_sizes(folder: Path, layout: StoreLayout) -> None:
+    file = folder / EXPERTS_FILE
+    size = file.stat().st_size if file.is_file() else 0
+    if size != layout.total_bytes:
+        raise CheckpointError(
+            f"{file} is truncated: {size:,} of {layout.total_bytes:,} bytes are there; pack the model again"
+        )
+
+
+def _checksums(file: Path, layout: StoreLayout, expected: int) -> NDArray[np.uint32]:
+    data = file.read_bytes() if file.is_file() else b""
+    if len(data) != layout.num_records * layout.blocks * 4 or zlib.crc32(data) != expected:
+        raise CheckpointError(f"{file} is damaged, so blocks cannot be checked; pack the model again")
+    shape = (layout.num_layers, layout.num_experts, layout.blocks)
+    return np.frombuffer(data, "<u4").reshape(shape).astype(np.uint32)

@@ -1,0 +1,134 @@
+"""`coterie.offload`: a Transformers model whose experts run from a store, within a byte budget."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from coterie.checkpoint.expert_store import ExpertStore, open_store
+from coterie.errors import CheckpointError, ConfigError
+from coterie.models.identity import ORDER_KEY, identity_of, order_digest
+from coterie.models.layers import MoELayer, find_moe_layers
+from coterie.models.memory import available_bytes
+from coterie.models.skeleton import load_skeleton
+from coterie.offloading.budget import budget_blocks
+from coterie.offloading.timeline import Timeline
+from coterie.policies.cache import ExpertCache
+from coterie.policies.eviction import CacheShape
+from coterie.policies.registry import DEFAULT, make_policy
+from coterie.policies.schedule import get_schedule
+from coterie.pruning.width_plan import WidthPlan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from coterie.offloading.runtime import Runtime
+
+Widths: TypeAlias = "Callable[[int, Tensor, Tensor], Tensor]"
+"""(layer, topk_ids [T, K], topk_weights [T, K]) -> [T, K] integers from 0 to I: what `apply_widths` takes too."""
+
+
+def offload(
+    store: str | Path, budget: str | int | float, widths: WidthPlan | Widths | None = None, *, policy: str = DEFAULT,
+    schedule: str = "johnson", threads: int = 2, direct: bool = True, bandwidth: float | None = None,
+    timeout: float = 60.0, ahead: bool = False, check: bool = False, timeline: Timeline | None = None,
+) -> Any:  # fmt: skip
+    """A model that runs as usual, its experts read from a store as they are needed and kept as a budget allows.
+
+    The model has two methods more: `stats()`, an `OffloadStats`, and `close()`. Whatever the budget, policy and
+    schedule, its outputs are the same, bit for bit. Everything but the routed experts is in memory beside the budget.
+
+    Source: CRISP §3.4, §4; prefixes of neuron blocks as what is cached go beyond the paper.
+
+    Args:
+        store: a folder that `coterie pack` wrote.
+        budget: the most that experts may take in memory, reads under way included: bytes ("6GiB", or an integer), or a
+            share of all experts ("20%", or a float).
+        widths: a width plan for these weights in the store's order of neurons, or any such function; None: full width.
+        policy: what decides evictions, by name (`policies.registry`).
+        schedule: in which order one layer's experts are loaded: johnson, widest-first or fifo.
+        threads: that read.
+        direct: read around the page cache where the file system allows.
+        bandwidth: bytes per second of an emulated, slower disk.
+        timeout: seconds after which a read is given up.
+        ahead: begin to read what the next layer probably needs while nothing else is to be read.
+        check: for tests: poison memory that holds nothing, and compute every expert twice, the second time from
+            freshly read weights.
+        timeline: filled with every load, computation and wait.
+
+    Raises:
+        BackendUnavailable: without torch or transformers.
+        BudgetError: when the budget holds no expert, or exceeds the free memory.
+        CheckpointError: for a store that is unfinished, damaged, or not of its skeleton.
+        ConfigError: for an unknown policy or schedule, or widths of another model or order.
+    """
+    opened = open_store(store)
+    layout = opened.layout
+    shape = CacheShape(layout.num_layers, layout.num_experts, layout.blocks)
+    evictions, _ = make_policy(policy, shape), get_schedule(schedule)
+    blocks = budget_blocks(budget, layout, available_bytes())
+    model = load_skeleton(opened.skeleton)
+    layers = find_moe_layers(model)
+    _require_same(model, layers, opened)
+    from coterie.offloading.link import Link
+    from coterie.offloading.memory import ExpertMemory
+    from coterie.offloading.runtime import Runtime
+
+    chosen = _widths(model, opened, widths)
+    link = Link(opened, threads, direct, bandwidth, timeline)
+    gates: list[Any] = [layer.experts._apply_gate for layer in layers]
+    cache, memory = ExpertCache(shape, blocks, evictions), ExpertMemory(layout, poison=check)
+    runtime = Runtime(
+        opened, cache, memory, link, gates, chosen, schedule, timeout, ahead, check, timeline, bandwidth
+    )  # fmt: skip
+    for layer in layers:
+        _replace_forward(layer, runtime)
+    model.stats, model.close = runtime.stats, runtime.close
+    weakref.finalize(model, runtime.close)
+    return model
+
+
+def _require_same(model: Any, layers: list[MoELayer], store: ExpertStore) -> None:
+    """Refuse a store whose experts are not those of its skeleton."""
+    layout, identity = store.layout, identity_of(model)
+    found = (len(layers), layers[0].num_experts)
+    if identity != store.header.identity or found != (layout.num_layers, layout.num_experts):
+        raise CheckpointError(
+            f"{store.folder} holds the experts of the model {store.header.spec.model} with identity "
+            f"{store.header.identity}, its skeleton has {identity}: they are of different models; pack the model again"
+        )
+
+
+def _widths(model: Any, store: ExpertStore, widths: WidthPlan | Widths | None) -> Widths | None:
+    if not isinstance(widths, WidthPlan):
+        return widths
+    from coterie.ops.widths import WidthTables
+
+    layout, order = store.layout, getattr(model.config, ORDER_KEY, None)
+    if widths.identity != store.header.identity:
+        raise ConfigError(
+            f"the width plan is of the model {widths.spec.model} with identity {widths.identity}, the store of "
+            f"{store.header.identity}; profile this model and plan its widths from that"
+        )
+    if order != order_digest(widths.order_LEI) or widths.width != layout.width:
+        raise ConfigError(
+            f"the store has {layout.width} neurons an expert in the order {order or 'of the original'}, the width plan "
+            f"is for {widths.width} in the order {order_digest(widths.order_LEI)}; pack with the plan's own profile"
+        )
+    return WidthTables.of(widths).widths
+
+
+def _replace_forward(layer: MoELayer, runtime: Runtime) -> None:
+    """The experts run from the store; hooks run as ever, since they are called around it."""
+    experts: Any = layer.experts
+    index = layer.index
+
+    @functools.wraps(experts.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        hidden_TH, ids_TK, weights_TK = (*args, *kwargs.values())
+        return runtime.run(index, hidden_TH, ids_TK, weights_TK)
+
+    experts.forward = forward

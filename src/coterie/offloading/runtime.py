@@ -1,0 +1,358 @@
+"""The experts of a model, run from a store: what a layer needs is loaded while what is there already computes.
+
+Shapes: T tokens, K top-k, N experts of a visit, H hidden size.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie.checkpoint.expert_store import ExpertStore
+from coterie.checkpoint.store_layout import StoreLayout
+from coterie.errors import BudgetError, CheckpointError, ConfigError, CoterieError
+from coterie.offloading.ahead import Ahead
+from coterie.offloading.link import Link, Load
+from coterie.offloading.memory import ExpertMemory
+from coterie.offloading.stats import OffloadStats
+from coterie.offloading.timeline import COMPUTE, WAIT, Timeline
+from coterie.ops.gated_ffn import SlotGroups
+from coterie.ops.neuron_records import run_record
+from coterie.policies.cache import Decision, ExpertCache
+from coterie.policies.schedule import get_schedule
+
+Gate = Callable[[Tensor], Tensor]
+Widths = Callable[[int, Tensor, Tensor], Tensor]
+_REMEMBERED = 0.8  # of a rate, from one measurement to the next
+
+
+class Runtime:
+    """Runs layers' experts within a budget; one computation at a time, reads by the link's threads.
+
+    A visit: choose widths; ask the cache; start the loads in the schedule's order; compute whatever is there, waiting
+    only when nothing is; sum each token's slots in their order. So outputs do not depend on what was resident, on the
+    schedule or on the budget.
+
+    Source: CRISP §3.4, §4; neuron blocks, prefixes and Johnson's order go beyond the paper.
+
+    Args:
+        store: where experts are.
+        cache: what may stay; its shape is the store's.
+        memory: where they are put.
+        link: what brings them.
+        gates: each layer's (gate and up [N, 2k]) -> [N, k].
+        widths: (layer, ids [T, K], weights [T, K]) -> neurons [T, K]; None: all.
+        schedule: name of the order of a layer's loads.
+        timeout: seconds that a load may take, at most.
+        ahead: begin to read what the next layer probably needs while the link is idle.
+        check: compare every expert's output with one from a fresh copy of its weights: slow, for tests.
+        timeline: told of every computation and wait.
+    """
+
+    def __init__(
+        self, store: ExpertStore, cache: ExpertCache, memory: ExpertMemory, link: Link, gates: Sequence[Gate],
+        widths: Widths | None = None, schedule: str = "johnson", timeout: float = 60.0, ahead: bool = False,
+        check: bool = False, timeline: Timeline | None = None, emulated_bandwidth: float | None = None,
+    ) -> None:  # fmt: skip
+        if not timeout > 0:
+            raise ConfigError(f"timeout = {timeout}; it must be positive")
+        self._store, self._cache, self._memory, self._link = store, cache, memory, link
+        self._layout: StoreLayout = store.layout
+        self._gates, self._widths, self._order = gates, widths, get_schedule(schedule)
+        self._timeout, self._check, self._timeline = timeout, check, timeline
+        self._flying: dict[tuple[int, int], list[Load]] = {}
+        self._ahead = Ahead(cache) if ahead and store.layout.num_layers > 1 else None
+        self._failed: CoterieError | None = None
+        self._lock = threading.Lock()
+        self._rates = [1e9, 1e10]  # bytes per second of loads and of computing one row: a guess until measured
+        budget = cache.budget_blocks * self._layout.block_bytes
+        self._stats = OffloadStats(
+            cache.policy.name, schedule, budget, direct=link.direct, emulated_bandwidth=emulated_bandwidth
+        )
+
+    def stats(self) -> OffloadStats:
+        """What happened so far."""
+        link = self._link
+        return replace(self._stats, loaded_bytes=link.loaded_bytes, load_seconds=link.busy_seconds, direct=link.direct)
+
+    def close(self) -> None:
+        """End the link's threads and give the experts' memory back; the model cannot run afterwards."""
+        with self._lock:
+            for load in (load for loads in self._flying.values() for load in loads):
+                load.cancel()
+            self._link.close()
+            if self._failed is None:  # else a read that never ended may still write
+                self._memory.clear()
+                self._failed = ConfigError("the offloaded model was closed; make it again")
+
+    def run(self, layer: int, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """A layer's experts on a batch of tokens.
+
+        Returns:
+            [T, H], dtype of `hidden_TH`.
+
+        Raises:
+            BudgetError: when one expert alone does not fit.
+            CheckpointError: when a read fails or does not end in time, or a block is corrupted.
+            ConfigError: when gradients are wanted, or a width cannot be.
+        """
+        if torch.is_grad_enabled() and hidden_TH.requires_grad:
+            raise ConfigError("offloaded experts do not train; run the model under torch.inference_mode()")
+        layout = self._layout
+        widths_TK = torch.full_like(ids_TK, layout.width, dtype=torch.int64)
+        if self._widths is not None:
+            widths_TK = self._widths(layer, ids_TK, weights_TK)
+        slots = SlotGroups.of(hidden_TH, ids_TK, widths_TK, (layout.num_experts, layout.width))
+        visit = _Visit(layer, slots, layout)
+        with self._lock:
+            if self._failed is not None:
+                raise self._failed
+            try:
+                outputs = self._serve(visit)
+            except BaseException:
+                self._abandon()
+                raise
+        return slots.combine([outputs[index] for index in range(len(slots.groups))], weights_TK)
+
+    def _serve(self, visit: _Visit) -> dict[int, Tensor]:
+        """Load and compute what a visit needs, in whatever order works out; outputs by group."""
+        outputs = {index: visit.slots.outputs(index, _no_expert) for index in visit.skipped}
+        self._settle(visit)
+        pending, admitted = deque(self._ordered(visit)), deque[int]()
+        whole = self._look_up(visit, pending)
+        if whole:
+            pending, admitted = admitted, pending
+        while admitted or pending:
+            while pending and self._admit(visit, pending[0]):
+                admitted.append(pending.popleft())
+            if not admitted:
+                raise BudgetError(
+                    f"a budget of {self._stats.budget_bytes:,} bytes holds no expert of layer {visit.layer} now; the "
+                    f"smallest workable one is {self._layout.blocks * self._layout.block_bytes:,} bytes"
+                )
+            expert = next((each for each in admitted if self._is_here(visit.layer, each)), admitted[0])
+            admitted.remove(expert)
+            self._await(visit.layer, expert)
+            if whole:
+                self._look_ahead(visit.layer)
+            outputs |= self._compute(visit, expert)
+            if not whole:
+                self._cache.release(visit.layer, expert)
+        self._cache.used(visit.layer)
+        return outputs
+
+    def _settle(self, visit: _Visit) -> None:
+        """Take back what was read ahead in vain; the policy of what is ahead learns the visit."""
+        for layer, expert in list(self._flying):
+            if layer != visit.layer or expert not in visit.need:
+                self._take_back(layer, expert)
+        if self._ahead is not None:
+            self._ahead.observe(visit.layer, visit.experts_N, visit.blocks_N)
+
+    def _look_ahead(self, layer: int) -> None:
+        """With nothing else to read, begin with the likeliest expert of the next layer, if there is room."""
+        if self._ahead is None or any(not load.ended for loads in self._flying.values() for load in loads):
+            return
+        after = (layer + 1) % self._layout.num_layers
+        wanted = self._ahead.wanted(after)
+        if wanted is None:
+            return
+        decision = self._cache.prefetch(after, np.array(wanted[:1]), np.array(wanted[1:]))
+        if decision is not None:
+            self._start(decision, wanted[:1])
+            self._stats.ahead_bytes += decision.loaded_blocks * self._layout.block_bytes
+
+    def _look_up(self, visit: _Visit, order: Sequence[int]) -> bool:
+        """Let the policy learn the visit, and start all its loads if they fit together; whether they did."""
+        resident = self._cache.reserved_LE[visit.layer, visit.experts_N]
+        misses = int((visit.blocks_N > resident).sum())
+        self._stats.layer_visits += 1
+        self._stats.misses += misses
+        self._stats.hits += len(resident) - misses
+        self._stats.chosen_bytes += visit.chosen * self._layout.record_bytes
+        try:
+            decision = self._cache.lookup(visit.layer, visit.experts_N, visit.blocks_N)
+        except BudgetError:
+            for key in list(self._flying):  # what was read ahead is pinned, and could leave no room for the first
+                self._take_back(*key)
+            self._cache.used(visit.layer)
+            return False
+        self._start(decision, order)
+        return True
+
+    def _admit(self, visit: _Visit, expert: int) -> bool:
+        """Start one expert's load if there is room now; for visits that do not fit whole, as long prompts'."""
+        blocks = visit.need[expert]
+        decision = self._cache.prefetch(visit.layer, np.array([expert]), np.array([blocks]))
+        if decision is None:
+            return False
+        self._start(decision, [expert])
+        return True
+
+    def _start(self, decision: Decision, order: Sequence[int]) -> None:
+        """Carry out a decision: give memory back first, then begin to read."""
+        for layer, expert, blocks in decision.evicted_N3.tolist():
+            self._memory.evict(layer, expert, blocks)
+        peak = self._cache.used_blocks * self._layout.block_bytes
+        self._stats.peak_expert_bytes = max(self._stats.peak_expert_bytes, peak)
+        rank = {expert: number for number, expert in enumerate(order)}
+        for expert, first, end in sorted(decision.loads_N3.tolist(), key=lambda load: rank[load[0]]):
+            into = self._memory.buffer(decision.layer, expert, first, end)
+            load = self._link.read(decision.layer, expert, first, end, into)
+            self._flying.setdefault((decision.layer, expert), []).append(load)
+
+    def _is_here(self, layer: int, expert: int) -> bool:
+        return all(load.ended for load in self._flying.get((layer, expert), ()))
+
+    def _await(self, layer: int, expert: int) -> None:
+        """Until an expert has arrived, and the cache knows."""
+        loads = self._flying.get((layer, expert))
+        if not loads:
+            return
+        began = time.perf_counter()
+        for load in loads:
+            self._end(load)
+        ended = time.perf_counter()
+        self._stats.exposed_seconds += ended - began
+        if self._timeline is not None:
+            self._timeline.add(WAIT, f"layer {layer} expert {expert}", began, ended)
+        self._cache.loaded(layer, np.array([(expert, load.first, load.end) for load in loads]))
+        del self._flying[layer, expert]
+        self._measure(0, self._link.loaded_bytes, self._link.busy_seconds)
+
+    def _end(self, load: Load) -> None:
+        """Wait for a load; one that does not end makes the model unusable, since it may still write."""
+        try:
+            load.wait(self._timeout if self._failed is None else 0)
+        except CheckpointError as error:
+            if not load.ended:
+                self._failed = self._failed or error
+            raise
+
+    def _take_back(self, layer: int, expert: int) -> None:
+        """End an expert's loads, keep what arrived before the first that did not, and free the rest."""
+        loads = self._flying.pop((layer, expert))
+        for load in loads:
+            if not load.ended:
+                load.cancel()
+        try:
+            for load in loads:
+                self._end(load)
+                if load.cancelled:
+                    break
+                self._cache.loaded(layer, np.array([(expert, load.first, load.end)]))
+        except CheckpointError:
+            if self._failed is not None:
+                raise  # otherwise the block is read, and told, again when something needs it
+        self._cache.cancel(layer, np.array([expert]))
+        self._memory.evict(layer, expert, int(self._cache.arrived_LE[layer, expert]))
+
+    def _compute(self, visit: _Visit, expert: int) -> dict[int, Tensor]:
+        """The outputs of an expert's groups."""
+        began = time.perf_counter()
+        record, gate = self._memory.record(visit.layer, expert), self._gates[visit.layer]
+
+        def run(_: int, width: int, x_NH: Tensor, width_N: Tensor | None) -> Tensor:
+            output = run_record(record, width, gate, x_NH, width_N)
+            if self._check:
+                fresh = self._fresh(visit.layer, expert, width)
+                if not torch.equal(output, run_record(fresh, width, gate, x_NH, width_N)):
+                    raise CheckpointError(
+                        f"layer {visit.layer}, expert {expert} was computed with other weights than the store's; "
+                        "report this"
+                    )
+            return output
+
+        outputs = {index: visit.slots.outputs(index, run) for index in visit.groups_of[expert]}
+        ended = time.perf_counter()
+        self._stats.compute_seconds += ended - began
+        if self._timeline is not None:
+            name = f"layer {visit.layer} expert {expert}"
+            self._timeline.add(COMPUTE, name, began, ended, neurons=visit.width_of(expert), rows=visit.rows_of(expert))
+        read = visit.need[expert] * self._layout.block_bytes * visit.rows_of(expert)
+        self._measure(1, read, ended - began)
+        return outputs
+
+    def _fresh(self, layer: int, expert: int, width: int) -> Tensor:
+        """An expert's first neurons, read just now; the others are zero."""
+        fresh = bytearray(self._layout.record_bytes)
+        with self._store.experts_file.open("rb") as file:
+            file.seek(self._layout.offset(layer, expert))
+            nbytes = self._layout.span(0, self._layout.blocks_of(width))[1]
+            fresh[:nbytes] = file.read(nbytes)
+        like = self._memory.record(layer, expert)
+        return torch.frombuffer(fresh, dtype=like.dtype, count=like.numel()).view(like.shape)
+
+    def _ordered(self, visit: _Visit) -> list[int]:
+        """A visit's experts in the order to load and compute them."""
+        resident_N = self._cache.reserved_LE[visit.layer, visit.experts_N]
+        load_N = np.maximum(visit.blocks_N - resident_N, 0) * self._layout.block_bytes / self._rates[0]
+        compute_N = visit.blocks_N * self._layout.block_bytes * visit.rows_N / self._rates[1]
+        order_N = self._order(load_N, compute_N, visit.blocks_N)
+        return [int(visit.experts_N[index]) for index in order_N]
+
+    def _measure(self, which: int, nbytes: float, seconds: float) -> None:
+        """A rate, for the schedule alone."""
+        if seconds > 0:
+            now = nbytes / seconds
+            self._rates[which] = _REMEMBERED * self._rates[which] + (1 - _REMEMBERED) * now
+
+    def _abandon(self) -> None:
+        """After an error: let no read go on into memory that something else may get, and free what did not arrive."""
+        for layer, expert in list(self._flying):
+            with suppress(CheckpointError):
+                self._take_back(layer, expert)
+        self._flying.clear()
+        self._cache.pinned_LE[:] = 0
+
+
+class _Visit:
+    """What one forward pass of a layer asks of its experts.
+
+    Attributes:
+        layer: MoE layer.
+        slots: its work.
+        chosen: experts that its tokens chose, skipped ones included.
+        experts_N: [N] those that run.
+        blocks_N: [N] how many of their first blocks.
+        rows_N: [N] how many tokens each has.
+        need: blocks by expert.
+        groups_of: indices of groups by expert.
+        skipped: indices of the groups of width 0.
+    """
+
+    def __init__(self, layer: int, slots: SlotGroups, layout: StoreLayout) -> None:
+        self.layer, self.slots = layer, slots
+        self.groups_of: dict[int, list[int]] = {}
+        self.skipped: list[int] = []
+        for index, group in enumerate(slots.groups):
+            if group.width == 0:
+                self.skipped.append(index)
+            else:
+                self.groups_of.setdefault(group.expert, []).append(index)
+        self.chosen = len({group.expert for group in slots.groups})
+        self.need = {expert: layout.blocks_of(self.width_of(expert)) for expert in self.groups_of}
+        self.experts_N = np.array(list(self.need), np.int64)
+        self.blocks_N = np.array(list(self.need.values()), np.int64)
+        self.rows_N = np.array([self.rows_of(expert) for expert in self.need], np.int64)
+
+    def width_of(self, expert: int) -> int:
+        """The widest that any of its tokens runs it."""
+        return max(self.slots.groups[index].width for index in self.groups_of[expert])
+
+    def rows_of(self, expert: int) -> int:
+        """How many tokens it has."""
+        return sum(self.slots.groups[index].count for index in self.groups_of[expert])
+
+
+def _no_expert(*_: Any) -> Tensor:
+    raise AssertionError("a group of width 0 runs no expert")

@@ -1,0 +1,395 @@
+"""Offloaded models: what they compute, at any budget and policy; what they refuse; that faults end in one line."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import mmap
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import coterie
+from coterie.errors import BudgetError, CheckpointError, ConfigError
+from coterie.families import FAMILIES
+from coterie.policies.registry import POLICIES
+from coterie.policies.schedule import SCHEDULES
+
+pytestmark = pytest.mark.needs("transformers")
+
+
+def logits(model: Any, ids: Any) -> Any:
+    import torch
+
+    with torch.inference_mode():
+        return model(input_ids=ids, use_cache=False).logits
+
+
+def continued(model: Any, ids: Any, **options: Any) -> Any:
+    import torch
+
+    with torch.inference_mode():
+        return model.generate(ids, max_new_tokens=4, do_sample=False, **options)
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"gpt_oss"}))
+def test_every_family_runs_from_its_store(family: str, tiny_checkpoint: Any, prompts: Any, tmp_path: Path) -> None:
+    import torch
+
+    from coterie.models.load import load_model
+
+    model, store = load_model(tiny_checkpoint(family)), tmp_path / "store"
+    coterie.pack(tiny_checkpoint(family), store)
+    offloaded = coterie.offload(store, "20%", check=True)
+    expected, found = logits(model, prompts), logits(offloaded, prompts)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert torch.equal(continued(offloaded, prompts), continued(model, prompts))
+    resident = dict((*model.named_parameters(), *model.named_buffers()))
+    for name, tensor in (*offloaded.named_parameters(), *offloaded.named_buffers()):
+        assert tensor.dtype == resident[name].dtype
+        assert torch.equal(tensor, resident[name]), name
+    offloaded.close()
+
+
+@pytest.fixture(scope="module")
+def expected(small: Any, prompts: Any) -> Any:
+    """What a resident model of the same layout computes: logits of a few inputs."""
+    model = coterie.offload(small.store, "100%")
+    try:
+        yield [(ids, logits(model, ids)) for ids in (prompts, prompts[:1, :5], prompts[:, 3:4])]
+    finally:
+        model.close()
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget", "schedule"),
+    [
+        ("lru", "7%", "fifo"), ("lru-layer", "30%", "johnson"), ("lfu", "60%", "widest-first"),
+        ("reuse", "20%", "widest-first"), ("company", "7%", "johnson"),
+    ],
+)  # fmt: skip
+def test_outputs_do_not_depend_on_budget_policy_or_schedule(
+    budget: str, policy: str, schedule: str, offload: Any, small: Any, prompts: Any, expected: Any
+) -> None:
+    import torch
+
+    assert policy in POLICIES
+    assert schedule in SCHEDULES
+    model = offload(budget, policy=policy, schedule=schedule, ahead=policy in ("reuse", "company"), check=True)
+    for ids, found in expected:
+        assert torch.equal(logits(model, ids), found)
+    assert torch.equal(continued(model, prompts), continued(small.model, prompts))
+    stats = model.stats()
+    assert 0 < stats.peak_expert_bytes <= stats.budget_bytes
+    assert stats.hits + stats.misses > 0
+    assert stats.policy == policy
+    assert stats.schedule == schedule
+
+
+@pytest.mark.parametrize(("name", "budget"), [("value", "7%"), ("crisp", "30%"), ("skip", "15%")])
+def test_widths_run_as_in_a_resident_model(name: str, budget: str, offload: Any, small: Any, prompts: Any) -> None:
+    import torch
+
+    from coterie.pruning.width_planning import plan_widths
+
+    strength = {"value": {"bytes": 0.5}, "skip": {"threshold": 0.8}}
+    plan = plan_widths(small.profile, name, **strength.get(name, {}))
+    model = offload(budget, plan, check=True)
+    with coterie.apply_widths(small.model, plan):
+        expected, tokens = logits(small.model, prompts), continued(small.model, prompts)
+    found = logits(model, prompts)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert not torch.allclose(found, logits(small.model, prompts), rtol=1e-3), "widths changed nothing"
+    assert torch.equal(continued(model, prompts), tokens)
+    assert model.stats().loaded_bytes < model.stats().chosen_bytes
+
+
+def test_a_widening_reads_the_suffix_alone(offload: Any, small: Any, prompts: Any) -> None:
+    import torch
+
+    wide = [64]
+    model = offload("100%", lambda layer, ids, weights: torch.full_like(ids, wide[0]))
+    logits(model, prompts)
+    experts = model.stats().misses
+    assert model.stats().loaded_bytes == experts * 4 * 16 * 3 * 64 * 4  # blocks of 16 neurons
+    wide[0] = 80
+    logits(model, prompts[:1, :1])
+    more = model.stats()
+    assert more.misses - experts <= 4
+    assert more.loaded_bytes <= (experts * 4 + (more.misses - experts) * 5) * 16 * 3 * 64 * 4
+    reread = experts + (more.misses - experts)
+    assert reread > experts
+
+
+def test_memory_is_within_the_budget_at_every_read(offload: Any, prompts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = importlib.import_module("coterie.offloading.link")
+    memory = importlib.import_module("coterie.offloading.memory")
+    held, areas, real = [], [], link.Link.fill
+
+    class Watched(memory.ExpertMemory):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            areas.append((self.record(0, 0).data_ptr(), self._layout.total_bytes))
+
+    def fill(self: Any, into: memoryview, offset: int) -> None:
+        held.append(_resident(*areas[0]))
+        real(self, into, offset)
+        held.append(_resident(*areas[0]))
+
+    monkeypatch.setattr(memory, "ExpertMemory", Watched)
+    monkeypatch.setattr(link.Link, "fill", fill)
+    model = offload("15%", policy="reuse")
+    logits(model, prompts)
+    continued(model, prompts)
+    assert 0.9 * model.stats().budget_bytes < max(held) <= model.stats().budget_bytes
+    model.close()
+    assert _resident(*areas[0]) == 0
+
+
+def _resident(start: int, nbytes: int) -> int:
+    """Bytes of an area of memory that have pages, as the kernel tells."""
+    pages = (ctypes.c_ubyte * (nbytes // mmap.PAGESIZE))()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), pages) == 0
+    return sum(page & 1 for page in pages) * mmap.PAGESIZE
+
+
+def test_reading_ahead_learns_what_follows_and_takes_back_what_does_not(offload: Any, prompts: Any) -> None:
+    import torch
+
+    model, plain = offload("40%", ahead=True, check=True), offload("40%")
+    for _ in range(12):
+        for ids in (prompts[:1, :1], prompts[:1, 1:2]):
+            assert torch.equal(logits(model, ids), logits(plain, ids))
+    stats = model.stats()
+    assert 0 < stats.ahead_bytes <= stats.loaded_bytes
+    assert stats.peak_expert_bytes <= stats.budget_bytes
+    assert plain.stats().ahead_bytes == 0
+
+
+def test_everything_resident_is_read_once(offload: Any, prompts: Any) -> None:
+    model = offload("100%")
+    logits(model, prompts)
+    read = model.stats().loaded_bytes
+    logits(model, prompts)
+    stats = model.stats()
+    assert stats.loaded_bytes == read > 0
+    assert stats.bytes_share == 0.5
+    assert 0 <= stats.overlap <= 1
+    assert stats.to_json()["miss_ratio"] == stats.misses / (stats.hits + stats.misses)
+    later = model.stats().since(stats)
+    assert (later.hits, later.misses, later.loaded_bytes) == (0, 0, 0)
+
+
+def test_recording_works_on_an_offloaded_model(offload: Any, small: Any) -> None:
+    import numpy as np
+    import torch
+
+    texts = [[5, 6, 7, 8, 9, 10]]
+    traces = []
+    for model in (small.model, offload("20%")):
+        with coterie.record(model) as recorder, torch.inference_mode():
+            model(input_ids=torch.tensor(texts))
+        traces.append(np.asarray(recorder.trace().expert_ids))
+    assert np.array_equal(*traces)
+
+
+@pytest.mark.parametrize(
+    ("budget", "error", "message"),
+    [
+        ("1%", BudgetError, "too small: the smallest workable one holds one expert, 196,608 bytes"),
+        (1000, BudgetError, "1,000 bytes is too small"),
+        ("0.1KiB", BudgetError, "too small"),
+        ("150%", ConfigError, "not within 0 and 1"),
+        ("a lot", ConfigError, "not a number with a unit"),
+        (True, ConfigError, "neither bytes nor a share"),
+    ],
+)
+def test_budgets_that_cannot_be(budget: Any, error: type[Exception], message: str, offload: Any) -> None:
+    with pytest.raises(error, match=message):
+        offload(budget)
+
+
+def test_a_budget_beyond_the_free_memory_is_refused(offload: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coterie.offloading.model.available_bytes", lambda: 10**6)
+    with pytest.raises(BudgetError, match=r"1,000,000 .* of memory are free; choose a smaller one"):
+        offload("50%")
+
+
+def test_names_and_plans_that_do_not_fit(offload: Any, small: Any, make_profile: Any) -> None:
+    from coterie.pruning.width_planning import plan_widths
+
+    with pytest.raises(ConfigError, match="unknown eviction policy 'lruu'; did you mean 'lru'"):
+        offload("20%", policy="lruu")
+    with pytest.raises(ConfigError, match="unknown schedule 'jonson'; did you mean 'johnson'"):
+        offload("20%", schedule="jonson")
+    with pytest.raises(ConfigError, match="is of the model toy with identity 0123456789abcdef"):
+        offload("20%", plan_widths(make_profile(2, 8, 2, 256), "uniform", bytes=0.5))
+    other = make_profile(2, 8, 2, 256, seed=4, spec=small.profile.spec, identity=small.profile.identity)
+    with pytest.raises(ConfigError, match="pack with the plan's own profile"):
+        offload("20%", plan_widths(other, "uniform", bytes=0.5))
+    with pytest.raises(ConfigError, match="must be positive"):
+        offload("20%", timeout=0)
+    with pytest.raises(ConfigError, match="both must be positive"):
+        offload("20%", threads=0)
+
+
+def copied(small: Any, folder: Path) -> Path:
+    shutil.copytree(small.store, folder)
+    return folder
+
+
+def test_a_skeleton_of_another_model_is_refused(small: Any, tmp_path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    store = copied(small, tmp_path / "store")
+    weights = load_file(store / "model" / "model.safetensors")
+    name = next(name for name in weights if "gate" in name)
+    save_file({**weights, name: weights[name] + 1}, store / "model" / "model.safetensors")
+    with pytest.raises(CheckpointError, match="they are of different models"):
+        coterie.offload(store, "20%")
+    save_file({key: value for key, value in weights.items() if key != name}, store / "model" / "model.safetensors")
+    with pytest.raises(CheckpointError, match="lacks 1 tensors"):
+        coterie.offload(store, "20%")
+
+
+def test_a_corrupted_block_is_named_and_never_computed_with(small: Any, prompts: Any, tmp_path: Path) -> None:
+    import torch
+
+    from coterie.checkpoint.expert_store import open_store
+
+    store = copied(small, tmp_path / "store")
+    layout = open_store(store).layout
+    with (store / "experts.bin").open("r+b") as file:
+        file.seek(layout.offset(1, 3) + 2 * layout.block_bytes + 5)
+        file.write(b"\xaa\xbb")
+    model = coterie.offload(store, "30%")
+    everything = torch.arange(3, 260)[None]
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="corrupted in layer 1, expert 3, block 2"):
+            logits(model, everything)
+    narrow = coterie.offload(store, "30%", lambda layer, ids, weights: torch.full_like(ids, 32))
+    logits(narrow, everything)  # the two blocks before it are whole
+    for each in (model, narrow):
+        assert each.stats().peak_expert_bytes <= each.stats().budget_bytes
+        each.close()
+
+
+def test_a_failing_disk_is_tried_again_then_told(
+    offload: Any, prompts: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    model, real, fails = offload("20%"), os.preadv, [1]
+
+    def preadv(*arguments: Any) -> int:
+        if fails[0] > 0:
+            fails[0] -= 1
+            raise OSError(5, "Input/output error")
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert torch.equal(logits(model, prompts), expected[0][1])
+    fails[0] = 10**9
+    with pytest.raises(
+        CheckpointError, match=r"cannot read layer \d, expert \d .*: Input/output error; check the disk"
+    ):
+        logits(model, prompts)
+    fails[0] = 0
+    assert torch.equal(logits(model, prompts), expected[0][1]), "usable again"
+
+
+def test_a_disk_that_stalls_ends_in_an_error(offload: Any, prompts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, stall, real = offload("20%", timeout=0.2), threading.Event(), os.preadv
+
+    def preadv(*arguments: Any) -> int:
+        stall.wait(20)
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    started = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"has not ended after 0\.2 s; the disk stalls"):
+            logits(model, prompts)
+    assert time.monotonic() - started < 10
+    stall.set()
+
+
+def test_a_file_that_became_shorter_is_told(small: Any, prompts: Any, tmp_path: Path) -> None:
+    store = copied(small, tmp_path / "store")
+    model = coterie.offload(store, "20%")
+    os.truncate(store / "experts.bin", 4096)
+    with pytest.raises(CheckpointError, match="became shorter; pack the model again"):
+        logits(model, prompts)
+    model.close()
+
+
+def test_without_direct_reads_that_is_said_once(
+    offload: Any, prompts: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    real = os.open
+
+    def refuse(path: Any, flags: int, *rest: Any, **options: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return real(path, flags, *rest, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.warns(UserWarning, match="without direct reads") as told:
+        model = offload("20%")
+    assert len(told) == 1
+    assert torch.equal(logits(model, prompts), expected[0][1])
+    assert not model.stats().direct
+
+
+def test_an_emulated_link_is_no_faster_than_it_says(offload: Any, prompts: Any) -> None:
+    model = offload("20%", bandwidth=20e6)
+    logits(model, prompts)
+    stats = model.stats()
+    assert stats.loaded_bytes / stats.load_seconds <= 20e6
+    assert stats.emulated_bandwidth == 20e6
+
+
+def test_training_and_use_after_closing_are_refused(offload: Any, prompts: Any) -> None:
+    model = offload("20%")
+    embedded = model.get_input_embeddings()(prompts).detach().requires_grad_()
+    with pytest.raises(ConfigError, match="offloaded experts do not train"):
+        model(inputs_embeds=embedded)
+    model.close()
+    model.close()
+    with pytest.raises(ConfigError, match="was closed"):
+        logits(model, prompts)
+
+
+def test_a_timeline_tells_every_load_and_computation(offload: Any, prompts: Any, tmp_path: Path) -> None:
+    from coterie.offloading.timeline import Timeline
+
+    timeline = Timeline()
+    model = offload("30%", timeline=timeline)
+    logits(model, prompts)
+    timeline.write(tmp_path / "t.json")
+    spans = [each for each in timeline.to_json()["traceEvents"] if each["ph"] == "X"]
+    read = sum(each["args"]["bytes"] for each in spans if each["cat"] == "link")
+    assert read == model.stats().loaded_bytes
+    computed = [each for each in spans if each["cat"] == "compute"]
+    assert len(computed) == model.stats().hits + model.stats().misses
+    assert all(each["ts"] >= 0 and each["dur"] >= 0 for each in spans)
+    assert (tmp_path / "t.json").read_text().startswith('{"traceEvents"')
+
+
+def test_threads_end_with_the_model(small: Any) -> None:
+    import gc
+
+    before = threading.active_count()
+    model = coterie.offload(small.store, "20%", threads=3)
+    assert threading.active_count() == before + 3
+    del model
+    gc.collect()
+    assert threading.active_count() == before
