@@ -28,6 +28,9 @@ def generate(
     bandwidth: Annotated[
         str | None, typer.Option(help="Emulate a slower disk, e.g. 1GB/s; its numbers are an emulation's.")
     ] = None,
+    ahead: Annotated[
+        bool, typer.Option("--ahead", help="Read what the next layer probably needs while the disk is idle.")
+    ] = False,
     timeline: Annotated[
         Path | None, typer.Option(help="Write every load and computation as a Chrome trace, .json.")
     ] = None,
@@ -51,7 +54,14 @@ def generate(
         plan = None if widths is None else load_plan(widths)
         rate = None if bandwidth is None else parse_bandwidth(bandwidth)
         model = offload(
-            store, budget, plan, policy=policy or DEFAULT, schedule=schedule, bandwidth=rate, timeline=recorder
+            store,
+            budget,
+            plan,
+            policy=policy or DEFAULT,
+            schedule=schedule,
+            bandwidth=rate,
+            ahead=ahead,
+            timeline=recorder,
         )
         try:
             text, result = _continue(model, load_tokenizer(store / "model"), prompt, tokens)

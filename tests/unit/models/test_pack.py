@@ -95,7 +95,7 @@ def test_commands_pack_and_generate(
     assert "24 experts of" in out
     assert "original order" in err
     command = ("generate", store, "--budget", "30%", "--prompt", "abc", "--tokens", 5)
-    code, out, _ = run(*command, "--policy", "reuse", "--timeline", trace, "--json")
+    code, out, _ = run(*command, "--policy", "reuse", "--ahead", "--timeline", trace, "--json")
     assert code == 0
     result = json.loads(out)
     tokenizer = load_tokenizer(model)
