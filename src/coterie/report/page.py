@@ -30,16 +30,20 @@ class Page:
     Attributes:
         title: heading of the page.
         notes: what holds for every figure: versions, model size, what is emulated.
+        subject: what every section's figures are of, e.g. the model and its size; said under each heading.
     """
 
     title: str
     notes: Sequence[str] = ()
+    subject: str = ""
     _parts: list[str] = field(default_factory=list)
     _figures: int = 0
 
     def section(self, heading: str, *paragraphs: str) -> None:
         """Begin a section."""
         self._parts.append(f"<h2>{escape(heading)}</h2>")
+        if self.subject:
+            self._parts.append(f'<p class="note">{escape(self.subject)}</p>')
         self._parts += [f"<p>{escape(text)}</p>" for text in paragraphs]
 
     def table(self, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -22,6 +22,13 @@ def test_text_and_tables_are_escaped() -> None:
     assert "0.1235" in html
 
 
+def test_every_section_says_what_its_figures_are_of() -> None:
+    page = Page("t", subject="a model of 12 <million>")
+    page.section("one")
+    page.section("two")
+    assert page.html().count("a model of 12 &lt;million&gt;") == 2
+
+
 @pytest.mark.needs("plotly")
 def test_a_figure_is_inlined_with_the_library(tmp_path: Path) -> None:
     graphs = graph_objects()

@@ -134,8 +134,8 @@ def show(page: Page, result: dict[str, Any]) -> None:
         "The paper (Mixtral-8x7B, 75% of the bytes in warm combinations): perplexity 4.02 with a whole dominant and "
         "half an auxiliary expert, 4.18 with both at 75%; full width 3.84.",
         f"Here, narrowing warm combinations alone: perplexity {first['asymmetric_perplexity']:.4g} and "
-        f"{first['symmetric_perplexity']:.4g}, full width {first['full_perplexity']:.4g}; the symmetric one is "
-        f"{interval(first['symmetric_over_asymmetric'], 2)} higher: {reading}. In order "
+        f"{first['symmetric_perplexity']:.4g}, full width {first['full_perplexity']:.4g}; symmetric over "
+        f"asymmetric {interval(first['symmetric_over_asymmetric'], 2)}: {reading}. In order "
         f"of importance the last quarter of an expert's neurons holds {percent(last['quarter'])} of its importance and "
         f"the last half {percent(last['half'])}: the second quarter to go costs more than the first, which speaks for "
         "sharing the loss between both experts.",

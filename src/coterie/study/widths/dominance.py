@@ -140,19 +140,24 @@ def _positive_ratio(sums_PX: NDArray[np.float64], seed: int) -> Estimate:
 
 def show(page: Page, result: dict[str, Any]) -> None:
     """Section of the page."""
-    from coterie.study.widths.wording import interval, number, percent
+    from coterie.study.widths.wording import interval, number, percent, verdict
 
     frequent = result["frequent"]
     methods = frequent.get("by_method", {})
     main = methods.get(result["method"])
     found = "The evaluation text does not use these combinations."
     if main is not None:
+        reading = verdict(
+            main["ratio"], 1, "so the dominant one is needed more, as the paper has it",
+            "so the auxiliary one is needed more, the opposite of the paper's finding",
+            "too uncertain over these combinations to say that the dominant one is needed more",
+        )  # fmt: skip
         found = (
             f"Here, of the {frequent['combinations']} most frequent combinations, with roles told by "
             f"{result['method']} on the calibration text, a use loses {number(main['dominant_nats_a_use'])} nats "
             f"without its dominant expert and {number(main['auxiliary_nats_a_use'])} without the auxiliary: "
-            f"{number(main['ratio'])} times as many. Naming dominant whatever loses more in this very measurement, as "
-            f"the paper does, {number(frequent['by_the_measurement_itself']['ratio'])}."
+            f"{number(main['ratio'])} times as many, {reading}. Naming dominant whatever loses more in this "
+            f"very measurement, as the paper does, {number(frequent['by_the_measurement_itself']['ratio'])}."
         )
     page.section(
         "Dominant and auxiliary experts (CRISP Fig. 4)",

@@ -139,7 +139,8 @@ def show(page: Page, result: dict[str, Any]) -> None:
         f"Here the formula gives {percent(result['formula_at_the_papers_shares'])} of full width at the paper's shares "
         f"and {interval(result['formula'])} at this text's; the policy ran {percent(result['measured'])}, "
         f"{percent(result['expected_on_calibration'])} expected from calibration text. Above top-2 the formula counts "
-        "a token's anchor once for each of its combinations, while it runs once, at the widest, and is never dropped.",
+        "a token's anchor once for each of its combinations, while it runs once, at the widest, and is never dropped. "
+        "Seconds are of this machine, with whatever else it did.",
     )
     page.table(
         ["offline step", "seconds"],

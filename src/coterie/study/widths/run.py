@@ -94,7 +94,7 @@ def run_studies(context: StudyContext, studies: Sequence[Study] = STUDIES) -> di
 
 def make_page(context: StudyContext, result: dict[str, Any], studies: Sequence[Study] = STUDIES) -> Page:
     """The page of a result."""
-    page = Page(f"Width studies of {context.name}", _notes(context, result))
+    page = Page(f"Width studies of {context.name}", _notes(context, result), context.subject)
     for study in studies:
         study.show(page, result[study.name] | {name: result[name] for name in study.lifted})
     return page

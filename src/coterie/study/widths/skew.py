@@ -92,14 +92,18 @@ def _tiers(pairs_LEE: NDArray[Any], counts_WLEE: NDArray[Any], seed: int) -> dic
 def show(page: Page, result: dict[str, Any]) -> None:
     """Section of the page."""
     from coterie.report.page import graph_objects
-    from coterie.study.widths.wording import interval, percent
+    from coterie.study.widths.wording import interval, percent, verdict
 
     tiers_found, calibrated = result["tiers"], result["tiers_on_calibration"]
+    reading = verdict(
+        result["top_quarter"], 0.6, "Here routing is more skewed.", "Here routing is less skewed.",
+        "Here routing is about as skewed.",
+    )  # fmt: skip
     page.section(
         "Skew of combinations (CRISP Fig. 3)",
         "The paper (Mixtral-8x7B): the top 25% of combinations hold over 60% of the uses and the bottom 29% less than "
         "10%, in every layer; alpha = 0.6 and beta = 0.9 make 25%, 46% and 29% of the combinations hot, warm and cold.",
-        f"Here the top 25% hold {interval(result['top_quarter'])} of the uses, the bottom 29% "
+        f"{reading} The top 25% hold {interval(result['top_quarter'])} of the uses, the bottom 29% "
         f"{interval(result['bottom_29_percent'])}, on text that did not rank them. Hot, warm and cold are "
         + ", ".join(percent(calibrated[name]["combinations"]) for name in TIERS)
         + f" of the {result['combinations_per_layer']:,} combinations of a layer.",

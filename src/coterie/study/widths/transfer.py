@@ -112,15 +112,13 @@ def show(page: Page, result: dict[str, Any]) -> None:
     from coterie.study.widths.wording import interval, percent
 
     rows = result["policies"]
-    worst = {kind: _worst([row for row in rows if row["kind"] == kind and row["policy"] == "crisp"])
-             for kind in ("direct", "refreshed")}  # fmt: skip
+    told = [_told(policy, rows) for policy in _POLICIES]
     reading = "There are fewer than two texts to transfer between."
-    if worst["direct"] and worst["refreshed"]:
+    if rows:
         reading = (
-            "Here, in perplexity over the matched profile's, the paper's policy loses at most "
-            f"{interval(worst['direct']['over_matched'], 2)} with another domain's profile "
-            f"({worst['direct']['source']} to {worst['direct']['target']}) and at most "
-            f"{interval(worst['refreshed']['over_matched'], 2)} with a refreshed one. Bytes differ too: a combination "
+            "Here, in perplexity over the matched profile's: "
+            + " ".join(each for each in told if each)
+            + " Under the paper's policy bytes differ too: a combination "
             "that the source never saw is cold. The policies value and uniform are held to "
             f"{percent(_BYTES, 0)} of the bytes on each profile's own text; uniform reads as many on any. A refreshed "
             "profile is of both domains' texts, twice as many tokens as a matched one."
@@ -144,5 +142,14 @@ def show(page: Page, result: dict[str, Any]) -> None:
     )  # fmt: skip
 
 
-def _worst(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    return max(rows, key=lambda row: row["over_matched"]["value"]) if rows else None
+def _told(policy: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """The worst transfers of a policy in words; nothing where it was not measured."""
+    from coterie.study.widths.wording import interval
+
+    found = []
+    for kind in ("direct", "refreshed"):
+        of_kind = [row for row in rows if (row["policy"], row["kind"]) == (policy, kind)]
+        if of_kind:
+            worst = max(of_kind, key=lambda row: row["over_matched"]["value"])
+            found.append(f"{kind} at most {interval(worst['over_matched'])}, {worst['source']} to {worst['target']}")
+    return f"{policy}: {'; '.join(found)}." if found else ""
