@@ -88,7 +88,7 @@ class ExpertWeights:
         """Bytes of one neuron: its gate row, up row and down column, and its biases."""
         own = self.gate_up.numel() + self.down.numel()
         own += 0 if self.gate_up_bias is None else self.gate_up_bias.numel()
-        return own // (self.num_experts * self.width) * self.gate_up.element_size()
+        return int(own // (self.num_experts * self.width) * self.gate_up.element_size())
 
     def run(self, expert: int, width: int, x_NH: Tensor, width_N: Tensor | None = None) -> Tensor:
         """The outputs of an expert's first neurons, not yet weighted.
