@@ -138,13 +138,14 @@ def show(page: Page, result: dict[str, Any]) -> None:
         f"asymmetric {interval(first['symmetric_over_asymmetric'], 2)}: {reading}. In order "
         f"of importance the last quarter of an expert's neurons holds {percent(last['quarter'])} of its importance and "
         f"the last half {percent(last['half'])}: the second quarter to go costs more than the first, which speaks for "
-        "sharing the loss between both experts.",
+        "sharing the loss; that a dominant expert's neurons weigh more speaks against it.",
     )
     page.table(
         ["what is narrowed", "bytes", "asymmetric (95%)", "symmetric (95%)", "symmetric over asymmetric (95%)",
-         "KL, asymmetric", "KL, symmetric"],
+         "KL, asymmetric", "KL, symmetric", "better"],
         [[each["setting"], percent(each["bytes"]), interval(each["asymmetric_increase"], 2),
           interval(each["symmetric_increase"], 2), interval(each["symmetric_over_asymmetric"], 2),
-          each["asymmetric_kl"], each["symmetric_kl"]]
+          each["asymmetric_kl"], each["symmetric_kl"],
+          verdict(each["symmetric_over_asymmetric"], 0, "asymmetric", "symmetric", "not told apart")]
          for each in result["settings"]],
     )  # fmt: skip

@@ -101,7 +101,8 @@ def show(page: Page, result: dict[str, Any]) -> None:
         f"{interval(tier['cold']['kept'])}, with the paper's policy. Narrowing only cold uses, these keep "
         f"{interval(swept[0]['kept_on_cold'])} without their auxiliary and {interval(half['kept_on_cold'])} with "
         "half of it. Perplexity is not accuracy: the order of the tiers can be compared with the paper, the levels "
-        "cannot. Small models answer questions at chance, so accuracy would say nothing.",
+        "cannot. Small models answer questions at chance, so accuracy would say nothing. Above top-2 a token has "
+        "several uses, so that its bytes fall by less than half.",
     )
     page.table(
         ["tier", "share of uses (95%)", "kept, the paper's policy", "kept, only this tier narrowed"],
