@@ -17,6 +17,7 @@ from coterie.pruning.routed import RoutedTrace, peaks, squared_loss
 from coterie.trace.routing_trace import ALL_TOKENS, TokenSelector
 
 FLOORS = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9)
+_ABOUT = 1.01  # squared losses so near to one another count as equal
 THRESHOLD_STEPS = 10_000  # thresholds p are multiples of one ten-thousandth
 Rule = TypeVar("Rule", bound=PruningRule)
 
@@ -29,8 +30,8 @@ class RuleChoice:
         name: "cap", "naive" or "priced".
         p: share of a token's weight that may be dropped; for "priced", the peak that CAP's rule reaches with it.
         peak: target of the remote peak traffic, visits per token, mean over layers.
-        floor: for "priced", the least share of its weight a token keeps; None: of `FLOORS` the one with which the
-            target is met at the least `squared_loss`.
+        floor: for "priced", the least share of its weight a token keeps; None: the highest of `FLOORS`
+            with which the target is met at about the least `squared_loss`.
     """
 
     name: str = "cap"
@@ -101,9 +102,10 @@ def priced_at(
 def choose_floor(
     prices: Prices, routed: RoutedTrace, tokens: TokenSelector, peak: float, progress: Progress = silent
 ) -> float:
-    """The floor of `FLOORS` with which the target peak is met at the least `squared_loss`; 0 where none meets it.
+    """The highest floor of `FLOORS` that meets the target peak at about the least `squared_loss`; 0 where none does.
 
-    Source: beyond the papers. Without a floor prices lose the least weight, but all of it for some tokens.
+    Source: beyond the papers. Without a floor prices lose the least weight, but all of it for some tokens. A floor that
+    costs nothing where it is fitted is kept: on other tokens, whose busy devices differ, it limits what one can lose.
     """
     found = {}
     for floor in FLOORS:
@@ -111,7 +113,7 @@ def choose_floor(
             found[floor] = squared_loss(routed, priced_at(prices, floor, routed, tokens, peak, progress), tokens)
         except ConfigError:  # higher floors leave more traffic still
             break
-    return min(found, key=found.__getitem__) if found else 0.0
+    return max((floor for floor in found if found[floor] <= _ABOUT * min(found.values())), default=0.0)
 
 
 def weakest(

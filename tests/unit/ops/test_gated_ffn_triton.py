@@ -91,7 +91,7 @@ def test_large_tiles_and_one_busy_expert() -> None:
 
 
 def test_half_precision_is_as_near_as_the_grouped_form() -> None:
-    """In float16: the interpreter of Triton 3.9 multiplies the bits of bfloat16 numbers as integers."""
+    """In float16: the interpreter of Triton (3.9 for one) multiplies the bits of bfloat16 numbers as integers."""
     import torch
 
     from coterie.ops import gated_ffn as plain

@@ -211,8 +211,8 @@ def test_the_floor_is_chosen_where_large_losses_are_fewest() -> None:
         except ConfigError:
             continue
         loss[floor] = squared_loss(routed, rule, tokens)
-    assert chosen.floor == min(loss, key=loss.get)
-    assert squared_loss(routed, chosen, tokens) == min(loss.values())
+    assert squared_loss(routed, chosen, tokens) <= 1.01 * min(loss.values())
+    assert all(loss[floor] > 1.01 * min(loss.values()) for floor in loss if floor > chosen.floor)
     assert float(peaks(routed, chosen, tokens).mean()) <= peak + 1e-9
 
 
