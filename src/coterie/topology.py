@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,10 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError, InfeasiblePlacement
-from coterie.files import read_text
+from coterie.files import read_text, write_text
 from coterie.units import parse_bandwidth
 
 MAX_DEVICES = 4096
+_BANDWIDTHS = ("intra_bandwidth_bytes_per_s", "inter_bandwidth_bytes_per_s", "bus_bandwidth_bytes_per_s")
+_TIMES = ("intra_latency_s", "inter_latency_s", "compute_base_s", "compute_pair_s")
 _TEXT = re.compile(r"\s*(\d+)\s*(?:[xX]\s*(\d+)\s*)?((?:,[^,]+)*)")
 
 
@@ -34,6 +36,12 @@ class Topology:
         slots_per_device: expert slots of each device, or None: the experts are spread evenly.
         intra_bandwidth_bytes_per_s: measured bandwidth of a device's link within its node, or None.
         inter_bandwidth_bytes_per_s: measured bandwidth of a node's uplink, or None.
+        bus_bandwidth_bytes_per_s: measured bandwidth of a bus that all devices share, or None.
+        intra_latency_s: measured fixed time of an all-to-all within a node, seconds, or None.
+        inter_latency_s: the same of one that crosses nodes, or None.
+        compute_base_s: measured fixed time of one MoE layer's experts on a device, seconds, or None.
+        compute_pair_s: measured time that each further token-expert pair takes there, seconds, or None.
+        measured: how the measured fields were measured, for people (`coterie calibrate`); decides nothing.
     """
 
     num_nodes: int = 1
@@ -42,6 +50,12 @@ class Topology:
     slots_per_device: tuple[int, ...] | None = None
     intra_bandwidth_bytes_per_s: float | None = None
     inter_bandwidth_bytes_per_s: float | None = None
+    bus_bandwidth_bytes_per_s: float | None = None
+    intra_latency_s: float | None = None
+    inter_latency_s: float | None = None
+    compute_base_s: float | None = None
+    compute_pair_s: float | None = None
+    measured: Mapping[str, Any] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.num_nodes < 1 or self.devices_per_node < 1:
@@ -56,10 +70,14 @@ class Topology:
                 raise ConfigError(f"{count} entries in slots_per_device, {self.num_devices} devices; give one for each")
             if min(self.slots_per_device) < 1:
                 raise ConfigError("slots_per_device has an entry below 1; every device needs a slot")
-        for name in ("intra_bandwidth_bytes_per_s", "inter_bandwidth_bytes_per_s"):
+        for name in _BANDWIDTHS:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{name} = {value:g} in the topology; a bandwidth is above 0, like 25GB/s")
+        for name in _TIMES:
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ConfigError(f"{name} = {value:g} in the topology; a time is at least 0 seconds")
 
     @property
     def num_devices(self) -> int:
@@ -104,7 +122,7 @@ class Topology:
 
     def to_json(self) -> dict[str, Any]:
         """A plain dictionary, ready for JSON or YAML; fields left at None are omitted."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
         return {name: value for name, value in plain.items() if value is not None}
 
@@ -115,12 +133,18 @@ class Topology:
         Raises:
             ConfigError: when a key is unknown or a value has the wrong type.
         """
-        known = {field.name for field in fields(cls)}
+        known = {each.name for each in fields(cls)}
         unknown = sorted(set(map(str, data)) - known)
         if unknown:
             raise ConfigError(f"unknown key {unknown[0]!r} in the topology; known keys: {', '.join(sorted(known))}")
         values = {name: _typed(name, value) for name, value in data.items() if value is not None}
         return cls(**values)
+
+    def save(self, path: str | Path) -> None:
+        """Write a YAML file that `parse` reads, whole or not at all."""
+        import yaml
+
+        write_text(Path(path), yaml.safe_dump(self.to_json(), sort_keys=False))
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -173,6 +197,9 @@ def _typed(name: str, value: Any) -> Any:
     elif name == "slots_per_device":
         if isinstance(value, (list, tuple)) and all(type(item) is int for item in value):
             return tuple(value)
+    elif name == "measured":
+        if isinstance(value, Mapping):
+            return dict(value)
     elif isinstance(value, str) and name.endswith("bytes_per_s"):
         return parse_bandwidth(value)
     elif isinstance(value, (int, float)) and not isinstance(value, bool):

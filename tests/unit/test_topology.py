@@ -145,3 +145,25 @@ def test_links_cost_by_what_they_cross() -> None:
 def test_what_is_built_is_checked_too(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         Topology(**fields)
+
+
+def test_measured_fields_are_kept_and_checked(tmp_path: Path) -> None:
+    found = Topology(
+        2, 2, intra_bandwidth_bytes_per_s=1e9, inter_bandwidth_bytes_per_s=1e8, bus_bandwidth_bytes_per_s=3e9,
+        intra_latency_s=1e-4, inter_latency_s=2e-4, compute_base_s=0.0, compute_pair_s=1e-6,
+        measured={"by": "coterie calibrate", "links": [{"bytes": 10, "seconds": 0.1}]},
+    )  # fmt: skip
+    found.save(tmp_path / "t.yaml")
+    again = Topology.parse(str(tmp_path / "t.yaml"))
+    assert again == found
+    assert again.measured == found.measured
+    assert hash(again) == hash(found)
+    for fields, words in (
+        ({"intra_latency_s": -1.0}, "intra_latency_s = -1 in the topology; a time is at least 0"),
+        ({"compute_pair_s": float("inf")}, "compute_pair_s = inf"),
+        ({"bus_bandwidth_bytes_per_s": 0.0}, "a bandwidth is above 0"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            Topology(**fields)
+    with pytest.raises(ConfigError, match="measured = 3 in the topology has the wrong type"):
+        Topology.from_json({"measured": 3})
