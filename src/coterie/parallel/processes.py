@@ -46,9 +46,31 @@ class ProcessComms:
         for rank, count in enumerate(send_counts):
             self.sent_bytes_G[rank] += count * row_bytes
         try:
-            dist.all_to_all_single(receive_NB, send_NB, list(receive_counts), list(send_counts))
+            if self.device.type == "cuda":
+                dist.all_to_all_single(receive_NB, send_NB, list(receive_counts), list(send_counts))
+            else:
+                _exchange_pairs(send_NB, send_counts, receive_NB, receive_counts)
         except RuntimeError as error:
             raise self._faults.explain(error) from error
+
+
+def _exchange_pairs(
+    send_NB: Tensor, send_counts: Sequence[int], receive_NB: Tensor, receive_counts: Sequence[int]
+) -> None:
+    """`all_to_all_single` as single messages on gloo, with all receives posted before the first send.
+
+    A gloo rank starts to send when it hears that the receive is posted. In gloo's own all-to-all that word queues behind
+    the rows on their way in the other direction, so that a pair of ranks uses its link one way at a time: half its
+    rate (11.9 to 14.5 of 24 MB/s on a link limited to 25 MB/s each way, with this order 22 to 24).
+    """
+    size, own = len(send_counts), dist.get_rank()
+    arriving, leaving = receive_NB.split(list(receive_counts)), send_NB.split(list(send_counts))
+    turns = range(1, size)
+    works = [dist.irecv(arriving[(own - i) % size], (own - i) % size) for i in turns if receive_counts[(own - i) % size]]
+    works += [dist.isend(leaving[(own + i) % size], (own + i) % size) for i in turns if send_counts[(own + i) % size]]
+    for work in works:
+        assert work is not None, "this rank is in the group"
+        work.wait()
 
 
 @dataclass(frozen=True)
