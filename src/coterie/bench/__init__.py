@@ -1,1 +1,1 @@
-"""Benchmarks that ship: what the package claims of speed, measured on the machine at hand."""
+"""Benchmarks that users run on their own machine, with bounds beside what was measured."""

@@ -55,12 +55,13 @@ def _place_and_export(setting: Setting, folder: Path, out: Path) -> None:
     from coterie.engines.base import export_file
     from coterie.engines.registry import get_exporter
     from coterie.placement.driver import place, spectrum
+    from coterie.placement.spectrum_files import write_spectrum
 
     say("3. One placement for use, and a spectrum from least traffic to best balance to time on the target")
     placement = place(setting)
     placement.save(folder / "placement.json")
     (folder / "spectrum").mkdir()
-    place_verb.write_spectrum(spectrum(setting, 8), folder / "spectrum")
+    write_spectrum(spectrum(setting, 8), folder / "spectrum")
     exported = export_file(get_exporter(ENGINE), placement, folder / f"{ENGINE}.json")
     say(f"   {out}/placement.json, {out}/spectrum/, and for SGLang {out}/{ENGINE}.json:")
     say("   " + " ".join(flag.replace(str(folder), str(out)) for flag in exported.flags))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -87,10 +86,11 @@ def place(
     from coterie.errors import ConfigError
     from coterie.files import replacing, replacing_folder
     from coterie.placement import driver
+    from coterie.placement.spectrum_files import INDEX, index_entry, write_spectrum
 
     if spectrum is not None and balance is not None:
         raise ConfigError("--spectrum and --balance exclude each other: a spectrum holds every balance; give one")
-    target = replacing(out) if spectrum is None else replacing_folder(out, "index.json")
+    target = replacing(out) if spectrum is None else replacing_folder(out, INDEX)
     with target as temporary, warnings_as_notes(), progress() as listen:  # a place to write to, before the work
         setting = _setting(source, topology, format_name, keep_groups, seed, listen)
         if spectrum is None:
@@ -106,28 +106,6 @@ def place(
     else:
         show_placements(placements)
         say(f"wrote {out}")
-
-
-def index_entry(placement: Placement) -> dict[str, Any]:
-    """What is said of one placement: its method and the means over layers of its metrics."""
-    metrics = {
-        part: {key: value for key, value in values.items() if key != "layers"}
-        for part, values in placement.metrics.items()
-    }
-    return {"method": dict(placement.method), "metrics": metrics}
-
-
-def write_spectrum(placements: list[Placement], folder: Path) -> dict[str, Any]:
-    """Write place-0.json ... and index.json into a folder that is there; returns the index."""
-    from coterie.files import write_text
-
-    names = [f"place-{number}.json" for number in range(len(placements))]
-    entries = [{"file": name, **index_entry(placement)} for name, placement in zip(names, placements, strict=True)]
-    index = {"kind": "coterie.spectrum", "placements": entries}
-    for name, placement in zip(names, placements, strict=True):
-        placement.save(folder / name)
-    write_text(folder / "index.json", json.dumps(index, indent=1, allow_nan=False) + "\n")
-    return index
 
 
 def show_placements(placements: list[Placement]) -> None:

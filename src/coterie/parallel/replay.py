@@ -119,6 +119,23 @@ class Replay:
         """Predicted times of steps (None: all), each the sum over the replayed layers."""
         return [model.step(self.counts(step, device_LE)) for step in (range(self.num_steps) if steps is None else steps)]
 
+    def traffic(self, device_LE: NDArray[np.int64], topology: Topology) -> dict[str, float]:
+        """Means over the replayed layers of what is sent, per token: "remote_dpt", "peak_traffic" (of visits from other
+        homes) and "npt", nodes that a token visits.
+        """
+        found: list[tuple[float, float, float]] = []
+        node_G = topology.node_of_device()
+        num_tokens = self.num_devices * self.ids_LGTK.shape[2]
+        for row, layer in enumerate(self.layers):
+            ids, kept = self._flat(self.ids_LGTK[row]), self._flat(self.kept_LGTK[row])
+            homes = self._homes(self.ids_LGTK.shape[2])
+            remote_GG = count_step(ids, kept, device_LE[layer], homes, self.num_devices).copies_GG.copy()
+            np.fill_diagonal(remote_GG, 0)
+            nodes = count_step(ids, kept, node_G[device_LE[layer]], node_G[homes], topology.num_nodes).copies_GG.sum()
+            found.append((remote_GG.sum(), remote_GG.sum(axis=0).max(), nodes))
+        means = np.mean(found, axis=0) / num_tokens
+        return dict(zip(("remote_dpt", "peak_traffic", "npt"), means.tolist(), strict=True))
+
     def kept_weight(self) -> float:
         """Mean share of a token's routing weight that is kept."""
         total = self.weights_LGTK.sum(axis=3, dtype=np.float64)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from coterie.errors import BackendUnavailable, ConfigError
 from coterie.topology import Topology
@@ -25,6 +25,12 @@ from coterie.topology import Topology
 PREFIX = "cotb"
 BURST_BYTES = 32 * 1024  # more would let the start of an exchange pass unlimited
 QUEUE_BYTES = 16 * 2**20  # room for all that all ranks send to one: nothing is dropped, so TCP never waits to resend
+# a link that rested while experts computed must not start slowly again; nothing but the benchmark may be counted
+_SETTINGS = (
+    "net.ipv4.tcp_slow_start_after_idle=0", "net.ipv6.conf.all.disable_ipv6=1", "net.ipv4.tcp_congestion_control=reno",
+)  # fmt: skip
+QUEUE_PACKETS = 10_000
+TURN_BYTES = 8 * 1024
 _SUBNET = "10.213.77"
 _LOCK = Path("/run/lock/coterie-bench-parallel.lock")
 
@@ -98,28 +104,50 @@ class Network:
             _ip("-n", _space(rank), "addr", "add", f"{self.address(rank)}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 _ip("-n", _space(rank), "link", "set", device, "up")
-            # else a link that rested while experts computed would start slowly again
-            _run("ip", "netns", "exec", _space(rank), "sysctl", "-qw", "net.ipv4.tcp_slow_start_after_idle=0")
+            _run("ip", "netns", "exec", _space(rank), "sysctl", "-qw", *_SETTINGS)
 
     def shape(self, rates: Rates) -> None:
         """Set the rates of all links, at any time."""
         for rank in range(self.topology.num_devices):
             _limit(_port(rank), rates.device)
-            _limit("eth0", rates.device, _space(rank))
+            self._share(rank, rates.device)
         if self.topology.num_nodes == 2:
             for node in range(2):
                 _limit(f"{PREFIX}j{node}", rates.uplink)
+
+    def _share(self, rank: int, rate: float) -> None:
+        """Limit what leaves a namespace, with turns between destinations.
+
+        First come, first served would send a whole message to one rank before the next begins, and the ranks that wait
+        for theirs would leave their own links idle; devices with a port to each other do not do that.
+        """
+        space, device = ["-n", _space(rank)], ["dev", "eth0"]
+        others = [other for other in range(self.topology.num_devices) if other != rank]
+        subprocess.run(["tc", *space, "qdisc", "del", *device, "root"], capture_output=True, check=False)
+        _run("tc", *space, "qdisc", "add", *device, "root", "handle", "1:", "htb", "default", "1")
+        _run("tc", *space, "class", "add", *device, "parent", "1:", "classid", "1:ffff", "htb", *_rate(rate))
+        for other in others:
+            number = f"1:{other + 1:x}"
+            part = _rate(rate / len(others), rate)
+            _run("tc", *space, "class", "add", *device, "parent", "1:ffff", "classid", number, "htb", *part)
+            _run("tc", *space, "qdisc", "add", *device, "parent", number, "pfifo", "limit", str(QUEUE_PACKETS))
+            _run(
+                "tc", *space, "filter", "add", *device, "parent", "1:", "protocol", "ip", "prio", "1", "u32",
+                "match", "ip", "dst", f"{self.address(other)}/32", "flowid", number,
+            )  # fmt: skip
 
     @staticmethod
     def address(rank: int) -> str:
         """The address of a rank."""
         return f"{_SUBNET}.{rank + 1}"
 
-    def start(self, rank: int, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    def start(
+        self, rank: int, command: Sequence[str], environment: Mapping[str, str], errors: IO[str]
+    ) -> subprocess.Popen[str]:
         """Start a process in the rank's namespace; lines go in and out, Ctrl-C does not reach it."""
         return subprocess.Popen(
             ["ip", "netns", "exec", _space(rank), *command],
-            env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
             text=True, start_new_session=True,
         )  # fmt: skip
 
@@ -154,6 +182,13 @@ def _limit(device: str, rate: float | None, space: str | None = None) -> None:
         "tc", *inside, "qdisc", "replace", "dev", device, "root", "tbf",
         "rate", f"{round(8 * rate)}bit", "burst", str(BURST_BYTES), "limit", str(QUEUE_BYTES),
     )  # fmt: skip
+
+
+def _rate(rate: float, most: float | None = None) -> list[str]:
+    """A class's share of a link, and what it may take when others leave room; bytes per second."""
+    top = f"{round(8 * (rate if most is None else most))}bit"
+    burst = ["burst", str(BURST_BYTES), "cburst", str(BURST_BYTES), "quantum", str(TURN_BYTES)]
+    return ["rate", f"{round(8 * rate)}bit", "ceil", top, *burst]
 
 
 def _bridge(node: int) -> str:

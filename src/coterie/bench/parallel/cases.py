@@ -1,0 +1,140 @@
+"""What the parallel benchmark compares: placements and pruning rules fitted on the earlier half of a trace.
+
+The later half is replayed when the table is timed, and nothing is chosen by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.parallel.candidates import Candidate, make_candidates
+from coterie.parallel.replay import Replay
+from coterie.placement.driver import prepare
+from coterie.placement.placement import Placement
+from coterie.progress import Progress, silent
+from coterie.pruning.destinations import Cap, Naive, Priced, PruningRule
+from coterie.pruning.prices import Prices, fit_prices
+from coterie.pruning.routed import RoutedTrace, squared_loss
+from coterie.topology import Topology
+from coterie.trace.routing_trace import RoutingTrace
+from coterie.trace.splits import split
+
+HALF = 0.5
+RULES = ("naive", "cap", "priced")
+
+
+@dataclass(frozen=True)
+class Routing:
+    """A trace in two halves, as steps.
+
+    Attributes:
+        trace: with routing weights.
+        fit: steps of the earlier half.
+        heldout: steps of the later half.
+    """
+
+    trace: RoutingTrace
+    fit: Replay
+    heldout: Replay
+
+    @classmethod
+    def of(cls, trace: RoutingTrace, num_devices: int, batch: int, num_layers: int) -> Routing:
+        """Halves by whole sequences; so many layers, evenly spaced."""
+        parts = split(trace, HALF)
+        layers = spaced_layers(trace.num_layers, num_layers)
+        fit, heldout = (
+            Replay.of(trace, num_devices, batch, tokens, layers) for tokens in (parts.first, parts.second)
+        )
+        return cls(trace, fit, heldout)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table before it is timed.
+
+    Attributes:
+        placement: its name.
+        where: the placement.
+        rule: "none", or the pruning rule's name.
+        p: what the rule was given.
+        replay: held-out steps, pruned.
+    """
+
+    placement: str
+    where: Placement
+    rule: str
+    p: float
+    replay: Replay
+
+    @property
+    def name(self) -> str:
+        """What to call it in messages."""
+        return self.placement if self.rule == "none" else f"{self.placement}, {self.rule} {self.p:g}"
+
+
+def spaced_layers(num_layers: int, count: int) -> tuple[int, ...]:
+    """So many layers, evenly spaced, neither end."""
+    spots = (np.arange(min(count, num_layers)) + 0.5) * num_layers / min(count, num_layers)
+    return tuple(int(spot) for spot in spots)
+
+
+def candidates_of(
+    routing: Routing, topology: Topology, points: int, seed: int, progress: Progress = silent
+) -> list[Candidate]:
+    """Linear, EPLB, CAP and our spectrum, fitted on the earlier half."""
+    setting = prepare(routing.trace, topology, seed=seed, progress=progress)
+    return [
+        Candidate(each.name.replace("coterie-", "ours-"), each.placement)
+        for each in make_candidates(setting, points, "coterie", heldout=HALF)
+    ]
+
+
+def unpruned(candidates: Sequence[Candidate], routing: Routing) -> list[Case]:
+    """Every candidate, nothing dropped."""
+    return [Case(each.name, each.placement, "none", 0.0, routing.heldout) for each in candidates]
+
+
+def pruned(
+    placement: Placement, routing: Routing, thresholds: Sequence[float], progress: Progress = silent
+) -> list[Case]:
+    """One placement, "ours", with each rule at each threshold; for "priced" see `priced_like_cap`."""
+    device_LE, topology = placement.device_of_expert(), placement.topology
+    routed, first = RoutedTrace(routing.trace, device_LE, topology), split(routing.trace, HALF).first
+    prices = fit_prices(routed, first, progress)
+    found = []
+    for p in thresholds:
+        rules: dict[str, PruningRule] = {
+            "naive": Naive(p), "cap": Cap(p), "priced": priced_like_cap(prices, routed, first, p),
+        }  # fmt: skip
+        for name in RULES:
+            replay = routing.heldout.pruned(rules[name], device_LE, topology)
+            found.append(Case("ours", placement, name, p, replay))
+    return found
+
+
+def priced_like_cap(prices: Prices, routed: RoutedTrace, tokens: slice | NDArray[np.int64], p: float) -> Priced:
+    """The strongest prices whose mean squared loss of weight is at most that of CAP's rule at p, where both are fitted.
+
+    Equal loss of quality, as far as routing alone tells: the model itself is not run here.
+    """
+    limit = squared_loss(routed, Cap(p), tokens)
+    low, high = 0, prices.num_strengths - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        fine = squared_loss(routed, Priced(prices.theta(middle)), tokens) <= limit
+        low, high = (middle, high) if fine else (low, middle - 1)
+    return Priced(prices.theta(low))
+
+
+def at_link_costs(placement: Placement, routing: Routing, p: float, costs: Sequence[float]) -> list[Case]:
+    """One placement, "ours", pruned by CAP's rule as if crossing nodes cost so much (Table II)."""
+    device_LE, found = placement.device_of_expert(), []
+    for cost in costs:
+        topology = replace(placement.topology, inter_cost=cost)
+        replay = routing.heldout.pruned(Cap(p), device_LE, topology)
+        found.append(Case("ours", placement, f"cap, c = {cost:g}", p, replay))
+    return found

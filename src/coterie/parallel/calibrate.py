@@ -1,0 +1,195 @@
+"""What this machine's devices and links take, fitted from short runs of the real exchange and of real experts.
+
+Links are timed with dispatch and combine themselves, so the fixed time holds everything that an exchange costs however
+little it carries. Within nodes every rank sends to all others of its node, across nodes to all of the other nodes: all
+at once, as in a step.
+
+Source: algorithms §6; the alpha-beta model of links.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import coterie
+from coterie.errors import ConfigError
+from coterie.parallel.comms import Comms, share
+from coterie.parallel.dispatch import Received, combine, dispatch
+from coterie.parallel.fit import Line, fit_line
+from coterie.parallel.layer_placement import LayerPlacement
+from coterie.parallel.timing import Experts, ExpertShape, Stage, random_experts, require_ranks
+from coterie.progress import Progress, silent
+from coterie.topology import Topology
+
+LINK_TOKENS = (1, 4, 16, 64)
+COMPUTE_PAIRS = (8, 32, 128, 512)
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured size.
+
+    Attributes:
+        units: bytes that one device (within nodes) or one node (across) sends and gets back, or token-expert pairs.
+        seconds: median over repeats of the slowest rank.
+    """
+
+    units: float
+    seconds: float
+
+
+def calibrate(
+    comms: Comms,
+    topology: Topology,
+    shape: ExpertShape,
+    experts_per_device: int,
+    *,
+    experts: Experts | None = None,
+    link_tokens: Sequence[int] = LINK_TOKENS,
+    compute_pairs: Sequence[int] = COMPUTE_PAIRS,
+    repeats: int = REPEATS,
+    progress: Progress = silent,
+) -> Topology:
+    """The topology with its measured fields filled in; every rank gets the same.
+
+    Args:
+        comms: the group, one rank for each device.
+        topology: nodes and devices.
+        shape: of the model's experts.
+        experts_per_device: that a device holds in one layer.
+        experts: what to time as computation; None: real experts with random weights.
+        link_tokens: tokens that each rank sends to each other, one size after another.
+        compute_pairs: token-expert pairs of a device, one size after another.
+        repeats: of each size; the median counts.
+        progress: told of the sizes measured.
+
+    Raises:
+        ConfigError: when there is not one rank for each device.
+        RankError: when a rank ended or did not answer in time.
+    """
+    require_ranks(comms, topology.num_devices, "a topology")
+    stage = Stage(comms, shape.hidden_size, shape.dtype)
+    run = random_experts(shape, experts_per_device, seed=comms.rank) if experts is None else experts
+    compute = _measure(
+        comms, compute_pairs, repeats, lambda pairs: _time_experts(stage, run, int(pairs), experts_per_device),
+        "timing experts", progress,
+    )  # fmt: skip
+    found: dict[str, Any] = {"compute": compute}
+    if topology.num_devices > 1:
+        found |= measure_links(stage, topology, link_tokens, repeats, progress)
+    told = {
+        "hidden_size": shape.hidden_size, "expert_width": shape.width, "dtype": str(shape.dtype).removeprefix("torch."),
+        "experts_per_device": experts_per_device, "ranks": comms.size, "device": str(comms.device),
+        "coterie": coterie.__version__, "torch": torch.__version__,
+    }  # fmt: skip
+    return with_measured(topology, found, told)
+
+
+def measure_links(
+    stage: Stage, topology: Topology, link_tokens: Sequence[int] = LINK_TOKENS, repeats: int = REPEATS,
+    progress: Progress = silent,
+) -> dict[str, list[Point]]:  # fmt: skip
+    """Times of exchanges of several sizes: "intra" within nodes and "inter" across, as far as there are any."""
+    node_G = topology.node_of_device()
+    here_G = node_G == node_G[stage.comms.rank]
+    found = {}
+    for name, peers_G in (("intra", here_G), ("inter", ~here_G)):
+        peers = np.flatnonzero(peers_G & (np.arange(node_G.size) != stage.comms.rank))
+        senders = topology.devices_per_node if name == "inter" else 1
+        if (name == "intra" and topology.devices_per_node == 1) or (name == "inter" and topology.num_nodes == 1):
+            continue
+        row_bytes = 2 * stage.states(1).nbytes + peers.size * 8
+
+        def one(tokens: float, peers: NDArray[np.int64] = peers) -> float:
+            return _time_exchange(stage, topology, int(tokens), peers)
+
+        points = _measure(stage.comms, link_tokens, repeats, one, f"timing links ({name})", progress)
+        found[name] = [Point(point.units * peers.size * senders * row_bytes, point.seconds) for point in points]
+    return found
+
+
+def with_measured(topology: Topology, found: dict[str, list[Point]], told: dict[str, Any]) -> Topology:
+    """The topology with lines fitted through measured points.
+
+    A point of a link is a dispatch and a combine: two exchanges, so a fixed time is half the line's. Where devices are
+    alone on their nodes, their own link is the node's. The cost c of crossing nodes becomes the ratio of what a device
+    gets within its node to its share of the uplink, at least 1.
+    """
+    lines = {name: fit_line([p.units for p in points], [p.seconds for p in points]) for name, points in found.items()}
+    fields: dict[str, Any] = {}
+    if "compute" in lines:
+        fields |= {"compute_base_s": lines["compute"].base, "compute_pair_s": lines["compute"].slope}
+    for name in ("intra", "inter"):
+        if name in lines:
+            fields |= {
+                f"{name}_bandwidth_bytes_per_s": _rate(name, lines[name]), f"{name}_latency_s": lines[name].base / 2,
+            }  # fmt: skip
+    if "inter" in lines:
+        uplink = fields["inter_bandwidth_bytes_per_s"]
+        own = fields.setdefault("intra_bandwidth_bytes_per_s", uplink)
+        fields["inter_cost"] = max(1.0, round(own * topology.devices_per_node / uplink, 3))
+    measured = {
+        **told,
+        "fits": {
+            name: {
+                "worst_residual": round(lines[name].residual, 4),
+                "points": [{"units": p.units, "seconds": p.seconds} for p in points],
+            }
+            for name, points in found.items()
+        },
+        "units": "compute: token-expert pairs; links: bytes a device (intra) or node (inter) sends and gets back",
+    }
+    return replace(topology, **fields, measured=measured)
+
+
+def _rate(name: str, line: Line) -> float:
+    """Bytes per second of a link: what was sent out and came back went one after another."""
+    if line.slope <= 0:
+        raise ConfigError(
+            f"times of links ({name}) do not grow with the bytes they carry; measure more: raise --link-tokens"
+        )
+    return float(1 / line.slope)
+
+
+def _measure(
+    comms: Comms, sizes: Sequence[int], repeats: int, one: Callable[[float], float], what: str, progress: Progress
+) -> list[Point]:
+    """The median over repeats of each size's slowest rank; one unmeasured repeat comes first."""
+    points = []
+    for done, size in enumerate(sizes):
+        seconds = [one(size) for _ in range(repeats + 1)][1:]
+        slowest = np.max(share(comms, seconds), axis=0)
+        points.append(Point(float(size), float(np.median(slowest))))
+        progress(what, done + 1, len(sizes))
+    return points
+
+
+def _time_experts(stage: Stage, run: Experts, pairs: int, count: int) -> float:
+    """Seconds of so many pairs, spread evenly over a device's experts; all ranks compute at once."""
+    ids_R1 = (torch.arange(pairs) % count)[:, None]
+    received = Received(stage.states(pairs), ids_R1, torch.ones((pairs, 1)))
+    share(stage.comms, None)
+    started = time.perf_counter()
+    run(received)
+    return time.perf_counter() - started
+
+
+def _time_exchange(stage: Stage, topology: Topology, tokens: int, peers: NDArray[np.int64]) -> float:
+    """Seconds of a dispatch of so many tokens to each of these ranks, and of the way back; no computation."""
+    num_devices = topology.num_devices
+    layer = LayerPlacement(0, torch.arange(num_devices), torch.zeros(num_devices, dtype=torch.int64), topology)
+    ids_TK = torch.from_numpy(peers).repeat(tokens, 1)
+    hidden_TH, weights_TK = stage.states(tokens), torch.ones(ids_TK.shape)
+    share(stage.comms, None)
+    started = time.perf_counter()
+    received, handle = dispatch(hidden_TH, ids_TK, weights_TK, layer, stage.comms)
+    combine(received.hidden_RH, handle)
+    return time.perf_counter() - started
