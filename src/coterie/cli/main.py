@@ -9,6 +9,9 @@ import typer
 
 import coterie
 from coterie.cli import demo, evaluate, export, place, profile, record, study, trace_prune, widths
+from coterie.cli.bench_parallel import bench_parallel
+from coterie.cli.calibrate import calibrate
+from coterie.cli.cap import cap
 from coterie.cli.generate import generate
 from coterie.cli.model_info import model_info
 from coterie.cli.pack import pack
@@ -17,6 +20,7 @@ from coterie.cli.simulate_offload import simulate_offload
 from coterie.cli.trace_import import trace_import
 from coterie.cli.trace_info import trace_info
 from coterie.cli.trace_synthesize import trace_synthesize
+from coterie.cli.tune import tune
 from coterie.errors import CoterieError
 
 # click's own class; newer typer carries its copy of click under a private name
@@ -39,6 +43,8 @@ studies = typer.Typer(help="Measure what papers' tables and figures show.", no_a
 app.add_typer(studies, name="study")
 simulate = typer.Typer(help="What a machine you don't have would do, counted on a trace.", no_args_is_help=True)
 app.add_typer(simulate, name="simulate")
+benches = typer.Typer(help="Time it on this machine, against other ways and against bounds.", no_args_is_help=True)
+app.add_typer(benches, name="bench")
 
 
 def _show_version(wanted: bool) -> None:
@@ -67,6 +73,9 @@ app.command("validate")(export.validate)
 app.command("reorder")(reorder)
 app.command("pack")(pack)
 app.command("generate")(generate)
+app.command("calibrate")(calibrate)
+app.command("tune")(tune)
+app.command("cap")(cap)
 app.command("eval")(evaluate.evaluate_model)
 trace.command("import")(trace_import)
 trace.command("info")(trace_info)
@@ -75,6 +84,7 @@ trace.command("prune")(trace_prune.trace_prune)
 model.command("info")(model_info)
 studies.command("widths")(study.study_widths)
 simulate.command("offload")(simulate_offload)
+benches.command("parallel")(bench_parallel)
 
 
 def main() -> None:
