@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from coterie.placement.placement import Placement
     from coterie.pruning.destinations import PruningRule
 
-_QUIET = 2
+_QUIET, _LINGER_SECONDS = 2, 1.0
 
 
 def generate_ep(
@@ -54,6 +55,7 @@ def generate_ep(
         with warnings_as_notes(), joined(launch, timeout) as comms:
             result, generation = asked.run(comms)
     except ToldByRankZero:
+        time.sleep(_LINGER_SECONDS)  # torchrun ends all ranks when one ends, and rank 0 has a line to print
         raise typer.Exit(_QUIET) from None
     if comms.rank:
         return
