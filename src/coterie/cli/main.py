@@ -13,6 +13,7 @@ from coterie.cli.bench_parallel import bench_parallel
 from coterie.cli.calibrate import calibrate
 from coterie.cli.cap import cap
 from coterie.cli.generate import generate
+from coterie.cli.generate_ep import generate_ep
 from coterie.cli.model_info import model_info
 from coterie.cli.pack import pack
 from coterie.cli.reorder import reorder
@@ -76,6 +77,7 @@ app.command("generate")(generate)
 app.command("calibrate")(calibrate)
 app.command("tune")(tune)
 app.command("cap")(cap)
+app.command("generate-ep")(generate_ep)
 app.command("eval")(evaluate.evaluate_model)
 trace.command("import")(trace_import)
 trace.command("info")(trace_info)

@@ -75,7 +75,7 @@ def share(comms: Comms, value: Any) -> list[Any]:
     )  # fmt: skip
     pieces = arrived.cpu().split([counts[rank] for rank in away])
     said = dict(zip(away, (bytes(piece.tolist()) for piece in pieces), strict=True))
-    return [value if rank == comms.rank else json.loads(said[rank]) for rank in range(comms.size)]
+    return [json.loads(said.get(rank, text)) for rank in range(comms.size)]
 
 
 def _without(rank: int, counts: list[int]) -> list[int]:

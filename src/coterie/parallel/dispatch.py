@@ -29,7 +29,8 @@ class Received:
         hidden_RH: [R, H], one row for every visit.
         ids_RK: [R, K] int64, which of this device's experts to run; -1 in slots whose expert is elsewhere. Slots keep
             their places, so that sums over them keep their order.
-        weights_RK: [R, K], the router's weights; those of slots that are -1 say nothing.
+        weights_RK: [R, K] float32 (float64 with float64 hidden states), the router's; those of slots that are -1 say
+            nothing.
     """
 
     hidden_RH: Tensor
@@ -129,7 +130,7 @@ def combine(outputs_RH: Tensor, handle: DispatchHandle) -> Tensor:
     exact = torch.float64 if handle.format.dtype == torch.float64 else torch.float32
     total_TH = torch.zeros((handle.num_tokens, handle.format.hidden_size), dtype=exact, device=returned_VH.device)
     places = _places(handle.sent, handle.comms.rank)
-    for node in sorted(set(handle.nodes)):
+    for node in sorted({node for node, count in zip(handle.nodes, handle.sent, strict=True) if count}):
         node_TH = torch.zeros_like(total_TH)
         for rank in (rank for rank in range(handle.comms.size) if handle.nodes[rank] == node):
             node_TH.index_add_(0, handle.token_V[places[rank]], returned_VH[places[rank]].to(exact))
@@ -154,7 +155,8 @@ def send_visits(
         active: as there.
     """
     order = [*others(comms), comms.rank]
-    row_format = RowFormat(ids_TK.shape[1], hidden_TH.shape[1], weights_TK.dtype, hidden_TH.dtype)
+    exact = torch.float64 if hidden_TH.dtype == torch.float64 else torch.float32
+    row_format = RowFormat(ids_TK.shape[1], hidden_TH.shape[1], exact, hidden_TH.dtype)
     ranks_G = torch.tensor(order, device=rank_TK.device)
     visits_GT = (rank_TK[None] == ranks_G[:, None, None]).any(-1)
     which_V, token_V = visits_GT.nonzero(as_tuple=True)
@@ -164,7 +166,9 @@ def send_visits(
     received, any_active = _announce(sent_G, comms, tag, active)
     sent = [int(count) for count in sent_G.tolist()]
     here_VK = rank_TK[token_V] == ranks_G[which_V][:, None]
-    rows_VB = row_format.pack(hidden_TH[token_V], ids_TK[token_V].masked_fill(~here_VK, -1), weights_TK[token_V])
+    rows_VB = row_format.pack(
+        hidden_TH[token_V], ids_TK[token_V].masked_fill(~here_VK, -1), weights_TK[token_V].to(exact)
+    )
     rows_RB = torch.empty((sum(received), row_format.row_bytes), dtype=torch.uint8, device=rows_VB.device)
     _exchange_with_own(comms, rows_VB, sent, rows_RB, received)
     handle = DispatchHandle(

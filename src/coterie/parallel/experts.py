@@ -10,8 +10,9 @@ from torch import Tensor
 
 from coterie.ops.gated_ffn import ExpertWeights, SlotGroups
 from coterie.parallel.comms import Comms
-from coterie.parallel.dispatch import Received, combine, dispatch
+from coterie.parallel.dispatch import DispatchHandle, Received, combine, dispatch
 from coterie.parallel.layer_placement import LayerPlacement
+from coterie.parallel.two_hop import TwoHopHandle, combine_two_hop, dispatch_two_hop
 
 
 def run_experts(weights: ExpertWeights, received: Received) -> Tensor:
@@ -55,18 +56,27 @@ def slot_outputs(weights: ExpertWeights, hidden_SH: Tensor, ids_S: Tensor) -> Te
     return outputs_SH
 
 
-def moe_layer(
-    hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, layer: LayerPlacement, weights: ExpertWeights, comms: Comms
-) -> Tensor:
-    """Dispatch, compute, combine: the routed experts of one layer on this rank's tokens, [T, H].
+def route(
+    hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, layer: LayerPlacement, weights: ExpertWeights, comms: Comms,
+    *, two_hop: bool = False, active: bool = True,
+) -> tuple[Tensor, DispatchHandle | TwoHopHandle]:  # fmt: skip
+    """Dispatch, compute, combine: the routed experts of one layer on this rank's tokens.
 
     Args:
         hidden_TH: as for `dispatch`, like the arguments not named here.
         ids_TK: as there.
         weights_TK: as there.
         layer: as there.
-        weights: this device's experts.
+        weights: this device's experts; local expert i is its i-th.
         comms: as there.
+        two_hop: by relays (`two_hop.dispatch_two_hop`).
+        active: as there.
+
+    Returns:
+        [T, H], and the handle, which says what was sent.
     """
-    received, handle = dispatch(hidden_TH, ids_TK, weights_TK, layer, comms)
-    return combine(run_experts(weights, received), handle)
+    if two_hop:
+        received, relayed = dispatch_two_hop(hidden_TH, ids_TK, weights_TK, layer, comms, active=active)
+        return combine_two_hop(run_experts(weights, received), relayed), relayed
+    received, handle = dispatch(hidden_TH, ids_TK, weights_TK, layer, comms, active=active)
+    return combine(run_experts(weights, received), handle), handle

@@ -18,7 +18,7 @@ class RowFormat:
     Attributes:
         top_k: K.
         hidden_size: H.
-        weight_dtype: of the weights: the router's own, so that nothing is rounded.
+        weight_dtype: of the weights: wide enough for any router's, and the same on all ranks.
         dtype: of the hidden state.
     """
 

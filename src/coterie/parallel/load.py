@@ -1,0 +1,102 @@
+"""One rank's part of a model: its own experts, and everything that is not an expert."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.checkpoint.expert_records import ExpertRecords
+from coterie.checkpoint.reorder import refuse_quantised
+from coterie.checkpoint.safetensors_io import read_headers
+from coterie.errors import CheckpointError
+from coterie.families import read_config, text_part
+from coterie.models.backend import import_transformers
+from coterie.models.layers import expert_sizes, find_moe_layers, spec_of
+from coterie.models.load import build_skeleton
+from coterie.models.memory import available_bytes
+from coterie.models.skeleton import load_skeleton
+from coterie.parallel.layer_placement import experts_of_device
+from coterie.placement.placement import Placement
+from coterie.units import format_bytes
+
+_TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """What one rank holds.
+
+    Attributes:
+        model: a Transformers model whose experts modules hold this rank's experts alone, in the order of its slots.
+        expert_bytes: bytes that they take.
+        all_expert_bytes: bytes that all experts would take.
+    """
+
+    model: Any
+    expert_bytes: int
+    all_expert_bytes: int
+
+
+def load_rank(folder: Path, placement: Placement, rank: int, dtype: torch.dtype | None = None) -> RankModel:
+    """Read everything but the experts, and of the experts this rank's alone, one at a time.
+
+    Args:
+        folder: a checkpoint (safetensors).
+        placement: of this model.
+        rank: the device.
+        dtype: element type; None: the checkpoint's own.
+
+    Raises:
+        BackendUnavailable: without torch or transformers.
+        CheckpointError: when the experts are quantised, have biases, are damaged or not understood, or do not fit.
+        InfeasiblePlacement: when the placement is for another model.
+    """
+    import_transformers()
+    skeleton = build_skeleton(folder, dtype)
+    spec, (width, hidden) = spec_of(skeleton), expert_sizes(skeleton)
+    placement.require_model(spec, "the model")
+    config = read_config(folder / "config.json")
+    refuse_quantised(config, folder, "spread over devices; use the unquantised checkpoint")
+    shape = (spec.num_layers, spec.num_experts, width, hidden)
+    records = ExpertRecords(read_headers(folder), str(text_part(config).get("model_type")), spec.layer_ids, shape)
+    one = 3 * width * hidden * skeleton.dtype.itemsize
+    own_L = [experts_of_device(placement, layer, rank) for layer in range(spec.num_layers)]
+    _check_memory(folder, one * sum(map(len, own_L)))
+    model = load_skeleton(folder, records.names, dtype)
+    for layer in find_moe_layers(model):
+        _fill(layer.experts, records, layer.index, own_L[layer.index], model.dtype)
+    return RankModel(model, one * sum(map(len, own_L)), one * spec.num_layers * spec.num_experts)
+
+
+def _fill(experts: Any, records: ExpertRecords, layer: int, own: Sequence[int], dtype: torch.dtype) -> None:
+    """Give a module the weights of some experts, in this order."""
+    if experts.is_transposed or not experts.is_concatenated:
+        raise CheckpointError(f"{type(experts).__name__}: the layout of its experts is not understood")
+    width, hidden = records.layout.width, records.layout.hidden_size
+    gate_up = torch.empty((len(own), 2 * width, hidden), dtype=dtype)
+    down = torch.empty((len(own), hidden, width), dtype=dtype)
+    for place, expert in enumerate(own):
+        record_I3H = _floats(records, layer, expert)
+        gate_up[place, :width], gate_up[place, width:] = record_I3H[:, 0], record_I3H[:, 1]
+        down[place] = record_I3H[:, 2].t()
+    experts.gate_up_proj = torch.nn.Parameter(gate_up, requires_grad=False)
+    experts.down_proj = torch.nn.Parameter(down, requires_grad=False)
+
+
+def _floats(records: ExpertRecords, layer: int, expert: int) -> Tensor:
+    """One expert, [I, 3, H], in the checkpoint's own type."""
+    return torch.from_numpy(records.record(layer, expert)).view(_TORCH_DTYPES[records.layout.dtype])
+
+
+def _check_memory(folder: Path, needed: int) -> None:
+    free = available_bytes()
+    if needed > free:
+        raise CheckpointError(
+            f"this rank's experts of {folder} take {needed:,} bytes ({format_bytes(needed)}) of memory, {free:,} "
+            f"({format_bytes(free)}) are free; use more devices or a smaller dtype"
+        )
