@@ -31,8 +31,9 @@ def bench_parallel(
 ) -> None:
     """Time placements and pruning rules on 8 ranks, each a process with its own link: CAP's Figs. 11, 12, 14, Table II.
 
-    Every rank has a network namespace and a rate limit both ways; experts' time is modelled and slept through. Placements
-    and rules are fitted, and the pick is tuned, on the earlier half of the trace; the later half is timed. Needs root.
+    Every rank has a network namespace and a rate limit both ways; experts' time is modelled and slept through.
+    Placements and rules are fitted, and the pick is tuned, on the earlier half of the trace; the later half is timed.
+    Needs root.
     """
     from coterie.bench.parallel.network import unavailable
     from coterie.files import replacing
@@ -79,7 +80,8 @@ def _show(result: dict[str, Any]) -> None:
         links = f"links of {rates['device'] / 1e6:g} MB/s each way"
         if rates["uplink"]:
             links += f", {rates['uplink'] / 1e6:g} MB/s between nodes"
-        say(f"{name}: {about['stands_for']}; {links}; experts {about['expert_slowdown']:.2f} times as slow as one core here")
+        slower = about["expert_slowdown"]
+        say(f"{name}: {about['stands_for']}; {links}; experts {slower:.2f} times as slow as one core here")
         table(
             ["", "tokens/s", "predicted", "vs linear", "predicted", "vs eplb", "remote devices", "remote peak", "nodes",
              "kept weight", "MB a step", "headers"],
@@ -89,11 +91,11 @@ def _show(result: dict[str, Any]) -> None:
         say(f"{each['class']}: tuned on the earlier half, picks {each['pick']}" + (
             "" if each["beats_linear"] else "; nothing beats linear"))  # fmt: skip
     say()
-    table(
-        ["class", "what", "found", "asked", ""],
-        [[c["class"], c["what"], f"{c['found']:.3f}", f"{c['asked']:g}", f"{c['shown']}{'' if c['met'] else ': not met'}"]
-         for c in result["checks"]],
-    )  # fmt: skip
+    lines = []
+    for each in result["checks"]:
+        shown = each["shown"] + ("" if each["met"] else ": not met")
+        lines.append([each["class"], each["what"], f"{each['found']:.3f}", f"{each['asked']:g}", shown])
+    table(["class", "what", "found", "asked", ""], lines)
     say(f"{result['seconds']['all']:.0f} s in all")
 
 

@@ -19,7 +19,6 @@ import torch
 from numpy.typing import NDArray
 
 import coterie
-from coterie.errors import ConfigError
 from coterie.parallel.comms import Comms, share
 from coterie.parallel.dispatch import Received, combine, dispatch
 from coterie.parallel.fit import Line, fit_line
@@ -28,9 +27,11 @@ from coterie.parallel.timing import Experts, ExpertShape, Stage, random_experts,
 from coterie.progress import Progress, silent
 from coterie.topology import Topology
 
-LINK_TOKENS = (1, 4, 16, 64)
 COMPUTE_PAIRS = (8, 32, 128, 512)
 REPEATS = 5
+_TIMES_THE_FIRST = 8  # a largest exchange that takes so many times as long as the smallest tells the rate
+_MOST_BYTES = 64 * 2**20
+_GROWTH = 4
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Point:
 
     Attributes:
         units: bytes that one device (within nodes) or one node (across) sends and gets back, or token-expert pairs.
-        seconds: median over repeats of the slowest rank.
+        seconds: of the slowest rank, in the best of the repeats: other work on a machine only ever adds.
     """
 
     units: float
@@ -53,7 +54,7 @@ def calibrate(
     experts_per_device: int,
     *,
     experts: Experts | None = None,
-    link_tokens: Sequence[int] = LINK_TOKENS,
+    link_tokens: Sequence[int] | None = None,
     compute_pairs: Sequence[int] = COMPUTE_PAIRS,
     repeats: int = REPEATS,
     progress: Progress = silent,
@@ -66,9 +67,10 @@ def calibrate(
         shape: of the model's experts.
         experts_per_device: that a device holds in one layer.
         experts: what to time as computation; None: real experts with random weights.
-        link_tokens: tokens that each rank sends to each other, one size after another.
+        link_tokens: tokens that each rank sends to each other, one size after another; None: from one on, four times
+            as many each time, until an exchange takes much longer than the first.
         compute_pairs: token-expert pairs of a device, one size after another.
-        repeats: of each size; the median counts.
+        repeats: of each size; the best counts.
         progress: told of the sizes measured.
 
     Raises:
@@ -88,13 +90,13 @@ def calibrate(
     told = {
         "hidden_size": shape.hidden_size, "expert_width": shape.width, "dtype": str(shape.dtype).removeprefix("torch."),
         "experts_per_device": experts_per_device, "ranks": comms.size, "device": str(comms.device),
-        "coterie": coterie.__version__, "torch": torch.__version__,
+        "coterie": coterie.__version__, "torch": str(torch.__version__),
     }  # fmt: skip
     return with_measured(topology, found, told)
 
 
 def measure_links(
-    stage: Stage, topology: Topology, link_tokens: Sequence[int] = LINK_TOKENS, repeats: int = REPEATS,
+    stage: Stage, topology: Topology, link_tokens: Sequence[int] | None = None, repeats: int = REPEATS,
     progress: Progress = silent,
 ) -> dict[str, list[Point]]:  # fmt: skip
     """Times of exchanges of several sizes: "intra" within nodes and "inter" across, as far as there are any."""
@@ -111,8 +113,12 @@ def measure_links(
         def one(tokens: float, peers: NDArray[np.int64] = peers) -> float:
             return _time_exchange(stage, topology, int(tokens), peers)
 
-        points = _measure(stage.comms, link_tokens, repeats, one, f"timing links ({name})", progress)
-        found[name] = [Point(point.units * peers.size * senders * row_bytes, point.seconds) for point in points]
+        what, token_bytes = f"timing links ({name})", peers.size * row_bytes
+        if link_tokens is None:
+            points = _measure_growing(stage.comms, _MOST_BYTES // token_bytes, repeats, one, what, progress)
+        else:
+            points = _measure(stage.comms, link_tokens, repeats, one, what, progress)
+        found[name] = [Point(point.units * senders * token_bytes, point.seconds) for point in points]
     return found
 
 
@@ -130,7 +136,8 @@ def with_measured(topology: Topology, found: dict[str, list[Point]], told: dict[
     for name in ("intra", "inter"):
         if name in lines:
             fields |= {
-                f"{name}_bandwidth_bytes_per_s": _rate(name, lines[name]), f"{name}_latency_s": lines[name].base / 2,
+                f"{name}_bandwidth_bytes_per_s": _rate(lines[name], found[name]),
+                f"{name}_latency_s": lines[name].base / 2,
             }  # fmt: skip
     if "inter" in lines:
         uplink = fields["inter_bandwidth_bytes_per_s"]
@@ -150,24 +157,34 @@ def with_measured(topology: Topology, found: dict[str, list[Point]], told: dict[
     return replace(topology, **fields, measured=measured)
 
 
-def _rate(name: str, line: Line) -> float:
-    """Bytes per second of a link: what was sent out and came back went one after another."""
-    if line.slope <= 0:
-        raise ConfigError(
-            f"times of links ({name}) do not grow with the bytes they carry; measure more: raise --link-tokens"
-        )
-    return float(1 / line.slope)
+def _rate(line: Line, points: Sequence[Point]) -> float:
+    """Bytes per second of a link: what was sent out and came back went one after another.
+
+    Where times do not grow with the bytes, the best rate seen: the link is at least as fast.
+    """
+    return 1 / line.slope if line.slope > 0 else max(point.units / point.seconds for point in points)
+
+
+def _measure_growing(
+    comms: Comms, most: int, repeats: int, one: Callable[[float], float], what: str, progress: Progress
+) -> list[Point]:
+    """`_measure` of sizes that grow until one takes much longer than the first, or is the largest allowed."""
+    points, size = list[Point](), 1
+    while len(points) < 2 or (size <= most and points[-1].seconds < _TIMES_THE_FIRST * points[0].seconds):
+        points += _measure(comms, [size], repeats, one, what, progress)
+        size *= _GROWTH
+    return points
 
 
 def _measure(
     comms: Comms, sizes: Sequence[int], repeats: int, one: Callable[[float], float], what: str, progress: Progress
 ) -> list[Point]:
-    """The median over repeats of each size's slowest rank; one unmeasured repeat comes first."""
+    """The slowest rank's time of each size, in the best repeat; one unmeasured repeat comes first."""
     points = []
     for done, size in enumerate(sizes):
         seconds = [one(size) for _ in range(repeats + 1)][1:]
         slowest = np.max(share(comms, seconds), axis=0)
-        points.append(Point(float(size), float(np.median(slowest))))
+        points.append(Point(float(size), float(np.min(slowest))))
         progress(what, done + 1, len(sizes))
     return points
 

@@ -66,7 +66,9 @@ def _exchange_pairs(
     size, own = len(send_counts), dist.get_rank()
     arriving, leaving = receive_NB.split(list(receive_counts)), send_NB.split(list(send_counts))
     turns = range(1, size)
-    works = [dist.irecv(arriving[(own - i) % size], (own - i) % size) for i in turns if receive_counts[(own - i) % size]]
+    works = [
+        dist.irecv(arriving[(own - i) % size], (own - i) % size) for i in turns if receive_counts[(own - i) % size]
+    ]
     works += [dist.isend(leaving[(own + i) % size], (own + i) % size) for i in turns if send_counts[(own + i) % size]]
     for work in works:
         assert work is not None, "this rank is in the group"

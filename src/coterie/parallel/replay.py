@@ -71,11 +71,13 @@ class Replay:
         which = tuple(range(trace.num_layers) if layers is None else layers)
         routing = [trace.layer(layer, rows_GT.ravel()) for layer in which]
         shape = (len(which), *rows_GT.shape, trace.spec.top_k)
-        even = np.full(shape, 1 / trace.spec.top_k, dtype=np.float32)
-        weights = even if trace.weights is None else np.stack([each.weights_TK for each in routing])  # type: ignore[arg-type]
+        weights: NDArray[Any] = np.full(shape, 1 / trace.spec.top_k)
+        if trace.weights is not None:
+            weights = np.stack([np.asarray(each.weights_TK) for each in routing])
+        kept = np.stack([each.kept() for each in routing])
         return cls(
             which, np.stack([each.expert_ids_TK for each in routing]).astype(np.int64).reshape(shape),
-            weights.astype(np.float32).reshape(shape), np.stack([each.kept() for each in routing]).reshape(shape), batch,
+            weights.astype(np.float32).reshape(shape), kept.reshape(shape), batch,
         )  # fmt: skip
 
     @property
@@ -117,7 +119,9 @@ class Replay:
         self, model: StepModel, device_LE: NDArray[np.int64], steps: Sequence[int] | None = None
     ) -> list[LayerTime]:
         """Predicted times of steps (None: all), each the sum over the replayed layers."""
-        return [model.step(self.counts(step, device_LE)) for step in (range(self.num_steps) if steps is None else steps)]
+        return [
+            model.step(self.counts(step, device_LE)) for step in (range(self.num_steps) if steps is None else steps)
+        ]
 
     def traffic(self, device_LE: NDArray[np.int64], topology: Topology) -> dict[str, float]:
         """Means over the replayed layers of what is sent, per token: "remote_dpt", "peak_traffic" (of visits from other
@@ -148,3 +152,9 @@ class Replay:
     @staticmethod
     def _flat(values_GTK: NDArray[Any]) -> NDArray[Any]:
         return values_GTK.reshape(-1, values_GTK.shape[-1])
+
+
+def spaced_layers(num_layers: int, count: int) -> tuple[int, ...]:
+    """So many layers, evenly spaced, neither end."""
+    spots = (np.arange(min(count, num_layers)) + 0.5) * num_layers / min(count, num_layers)
+    return tuple(int(spot) for spot in spots)

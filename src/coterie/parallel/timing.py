@@ -63,8 +63,8 @@ def random_experts(shape: ExpertShape, count: int, seed: int = 0) -> Experts:
 def emulated_experts(base_s: float, pair_s: float) -> Experts:
     """Experts that return every token's own state, weighted, after the time that real ones would take.
 
-    The time is `base_s + pair_s * pairs`; the process sleeps it through, so that more devices than cores can take theirs
-    at once. An emulation: say so beside its figures.
+    The time is `base_s + pair_s * pairs`; the process sleeps it through, so that more devices than cores can take
+    theirs at once. An emulation: say so beside its figures.
     """
 
     def run(received: Received) -> Tensor:
@@ -157,7 +157,7 @@ class Stage:
         )  # fmt: skip
 
     def _inputs(self, replay: Replay, step: int) -> list[tuple[Tensor, Tensor]]:
-        """This rank's ids (-1 where pruned) and weights in a step, layer by layer."""
+        """Ids (-1 where pruned) and weights of the tokens here in a step, layer by layer."""
         rank, part = self.comms.rank, slice(step * replay.batch, (step + 1) * replay.batch)
         ids = np.where(replay.kept_LGTK[:, rank, part], replay.ids_LGTK[:, rank, part], -1)
         weights = replay.weights_LGTK[:, rank, part]

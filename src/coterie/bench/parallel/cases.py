@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from coterie.parallel.candidates import Candidate, make_candidates
-from coterie.parallel.replay import Replay
+from coterie.parallel.replay import Replay, spaced_layers
 from coterie.placement.driver import prepare
 from coterie.placement.placement import Placement
 from coterie.progress import Progress, silent
@@ -46,9 +46,7 @@ class Routing:
         """Halves by whole sequences; so many layers, evenly spaced."""
         parts = split(trace, HALF)
         layers = spaced_layers(trace.num_layers, num_layers)
-        fit, heldout = (
-            Replay.of(trace, num_devices, batch, tokens, layers) for tokens in (parts.first, parts.second)
-        )
+        fit, heldout = (Replay.of(trace, num_devices, batch, tokens, layers) for tokens in (parts.first, parts.second))
         return cls(trace, fit, heldout)
 
 
@@ -74,12 +72,6 @@ class Case:
     def name(self) -> str:
         """What to call it in messages."""
         return self.placement if self.rule == "none" else f"{self.placement}, {self.rule} {self.p:g}"
-
-
-def spaced_layers(num_layers: int, count: int) -> tuple[int, ...]:
-    """So many layers, evenly spaced, neither end."""
-    spots = (np.arange(min(count, num_layers)) + 0.5) * num_layers / min(count, num_layers)
-    return tuple(int(spot) for spot in spots)
 
 
 def candidates_of(
@@ -116,7 +108,7 @@ def pruned(
     return found
 
 
-def priced_like_cap(prices: Prices, routed: RoutedTrace, tokens: slice | NDArray[np.int64], p: float) -> Priced:
+def priced_like_cap(prices: Prices, routed: RoutedTrace, tokens: slice | NDArray[Any], p: float) -> Priced:
     """The strongest prices whose mean squared loss of weight is at most that of CAP's rule at p, where both are fitted.
 
     Equal loss of quality, as far as routing alone tells: the model itself is not run here.

@@ -1,4 +1,4 @@
-"""The whole parallel benchmark: fit on the earlier half, then on every machine calibrate, tune, and time the later half.
+"""The parallel benchmark: fit on the earlier half, then on every machine calibrate, tune, and time the later half.
 
 Source: CAP §VIII: Figs. 11, 12 and 14, Table II, on emulated machines whose every rank is a process with its own link.
 """
@@ -215,5 +215,3 @@ def versions() -> dict[str, str]:
         "coterie": coterie.__version__, "torch": version("torch"), "numpy": version("numpy"),
         "python": platform.python_version(), "kernel": platform.release(),
     }  # fmt: skip
-
-

@@ -15,7 +15,9 @@ from coterie.topology import Topology
 BASELINES = ("linear", "eplb")
 
 
-def rows_of(machine: str, topology: Topology, cases: Sequence[Case], timings: Sequence[Timings]) -> list[dict[str, Any]]:
+def rows_of(
+    machine: str, topology: Topology, cases: Sequence[Case], timings: Sequence[Timings]
+) -> list[dict[str, Any]]:
     """One line for each case; ratios to linear and EPLB are medians over rounds, of times within the round."""
     base = {
         case.placement: times for case, times in zip(cases, timings, strict=True) if case.rule == "none"
@@ -23,9 +25,7 @@ def rows_of(machine: str, topology: Topology, cases: Sequence[Case], timings: Se
     return [_row(machine, topology, case, times, base) for case, times in zip(cases, timings, strict=True)]
 
 
-def _row(
-    machine: str, topology: Topology, case: Case, times: Timings, base: Mapping[str, Timings]
-) -> dict[str, Any]:
+def _row(machine: str, topology: Topology, case: Case, times: Timings, base: Mapping[str, Timings]) -> dict[str, Any]:
     replay = case.replay
     tokens = replay.num_devices * replay.batch
     traffic = replay.traffic(case.where.device_of_expert(), topology)
@@ -89,7 +89,9 @@ def checks(rows: Sequence[Mapping[str, Any]], shares: Mapping[str, float | None]
             key=lambda row: float(row["speedup_over_linear"]),
         )  # fmt: skip
         near = ours["speedup_over_linear"] / fastest["speedup_over_linear"]
-        found.append(_check(machine, "the pick, of the fastest measured", near, 0.95, f"fastest: {fastest['placement']}"))
+        found.append(
+            _check(machine, "the pick, of the fastest measured", near, 0.95, f"fastest: {fastest['placement']}")
+        )
         found += _pruning_checks(rows, machine)
         everything = [row for row in rows if row["class"] == machine]
         exact = sum(bool(row["bytes_sent_as_predicted"]) for row in everything)

@@ -52,7 +52,7 @@ class Workers:
                 "RANK": f"{rank}", "WORLD_SIZE": f"{size}", "MASTER_ADDR": self._network.address(0),
                 "MASTER_PORT": _PORT, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1",
             }  # fmt: skip
-            errors = tempfile.TemporaryFile("w+")
+            errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by stop()
             self._errors.append(errors)
             command = [sys.executable, "-m", "coterie.bench.parallel.worker"]
             self._processes.append(self._network.start(rank, command, {**os.environ, **said}, errors))
@@ -110,5 +110,5 @@ class Workers:
     def _lost(self, rank: int) -> RankError:
         """The error for a worker that ended without a word; its last one on stderr."""
         self._errors[rank].seek(0)
-        last = ([""] + self._errors[rank].read().strip().splitlines())[-1]
+        last = ["", *self._errors[rank].read().strip().splitlines()][-1]
         return RankError(f"rank {rank} of the benchmark ended{f': {last}' if last else ''}; run it again")
