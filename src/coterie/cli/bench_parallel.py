@@ -83,13 +83,13 @@ def _show(result: dict[str, Any]) -> None:
         slower = about["expert_slowdown"]
         say(f"{name}: {about['stands_for']}; {links}; experts {slower:.2f} times as slow as one core here")
         table(
-            ["", "tokens/s", "predicted", "vs linear", "predicted", "vs eplb", "remote devices", "remote peak", "nodes",
-             "kept weight", "MB a step", "headers"],
+            ["", "tokens/s", "predicted", "vs linear", "predicted", "vs eplb", "remote devices", "remote peak",
+             "other nodes", "kept weight", "MB a step", "headers"],
             [_line(row) for row in rows],
         )  # fmt: skip
     for each in result["tuning"]:
-        say(f"{each['class']}: tuned on the earlier half, picks {each['pick']}" + (
-            "" if each["beats_linear"] else "; nothing beats linear"))  # fmt: skip
+        beaten = "" if each["beats_linear"] else "; nothing beats linear"
+        say(f"{each['class']}: tuned on the earlier half, picks {each['pick']}{beaten}")
     say()
     lines = []
     for each in result["checks"]:
@@ -105,6 +105,7 @@ def _line(row: dict[str, Any]) -> list[object]:
     return [
         name, f"{row['tokens_per_s']:.0f}", f"{row['predicted_tokens_per_s']:.0f}",
         f"{row['speedup_over_linear']:.2f}x", f"{row['predicted_speedup_over_linear']:.2f}x",
-        f"{row['speedup_over_eplb']:.2f}x", row["remote_dpt"], row["peak_traffic"], row["npt"], row["kept_weight"],
+        f"{row['speedup_over_eplb']:.2f}x", row["remote_dpt"], row["peak_traffic"], row["remote_npt"],
+        row["kept_weight"],
         f"{row['bytes_on_wire'] / 1e6:.1f}", f"{row['wire_overhead']:+.1%}",
     ]  # fmt: skip

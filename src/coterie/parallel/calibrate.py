@@ -32,6 +32,7 @@ REPEATS = 5
 _TIMES_THE_FIRST = 8  # a largest exchange that takes so many times as long as the smallest tells the rate
 _MOST_BYTES = 64 * 2**20
 _GROWTH = 4
+_GROWS = 1.01
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,8 @@ def _rate(line: Line, points: Sequence[Point]) -> float:
 
     Where times do not grow with the bytes, the best rate seen: the link is at least as fast.
     """
-    return 1 / line.slope if line.slope > 0 else max(point.units / point.seconds for point in points)
+    grows = line.at(max(point.units for point in points)) > _GROWS * line.base
+    return 1 / line.slope if grows else max(point.units / point.seconds for point in points)
 
 
 def _measure_growing(

@@ -59,12 +59,14 @@ def _exchange_pairs(
 ) -> None:
     """`all_to_all_single` as single messages on gloo, with all receives posted before the first send.
 
-    A gloo rank starts to send when it hears that the receive is posted. In gloo's own all-to-all that word queues behind
-    the rows on their way in the other direction, so that a pair of ranks uses its link one way at a time: half its
-    rate (11.9 to 14.5 of 24 MB/s on a link limited to 25 MB/s each way, with this order 22 to 24).
+    A gloo rank starts to send when it hears that the receive is posted. In gloo's own all-to-all that word queues
+    behind the rows on their way in the other direction, so that a pair of ranks uses its link one way at a time: with
+    two ranks 12 to 15 MB/s on a link limited to 25 MB/s each way, in this order 22 to 24. Ranks take turns as
+    receivers, each beginning with its neighbour.
     """
     size, own = len(send_counts), dist.get_rank()
-    arriving, leaving = receive_NB.split(list(receive_counts)), send_NB.split(list(send_counts))
+    parts: Any = torch.split  # untyped in torch
+    arriving, leaving = parts(receive_NB, list(receive_counts)), parts(send_NB, list(send_counts))
     turns = range(1, size)
     works = [
         dist.irecv(arriving[(own - i) % size], (own - i) % size) for i in turns if receive_counts[(own - i) % size]

@@ -83,12 +83,12 @@ class Replay:
     @property
     def num_devices(self) -> int:
         """G."""
-        return self.ids_LGTK.shape[1]
+        return int(self.ids_LGTK.shape[1])
 
     @property
     def num_steps(self) -> int:
         """Steps that the tokens fill."""
-        return self.ids_LGTK.shape[2] // self.batch
+        return int(self.ids_LGTK.shape[2]) // self.batch
 
     def pruned(self, rule: PruningRule, device_LE: NDArray[np.int64], topology: Topology) -> Self:
         """The same routing with a rule applied, as it is when experts live on these devices, [layers of the trace, E].
@@ -125,9 +125,9 @@ class Replay:
 
     def traffic(self, device_LE: NDArray[np.int64], topology: Topology) -> dict[str, float]:
         """Means over the replayed layers of what is sent, per token: "remote_dpt", "peak_traffic" (of visits from other
-        homes) and "npt", nodes that a token visits.
+        homes), "npt", nodes that a token visits, and "remote_npt", those of them that are not its own.
         """
-        found: list[tuple[float, float, float]] = []
+        found: list[tuple[float, ...]] = []
         node_G = topology.node_of_device()
         num_tokens = self.num_devices * self.ids_LGTK.shape[2]
         for row, layer in enumerate(self.layers):
@@ -135,10 +135,10 @@ class Replay:
             homes = self._homes(self.ids_LGTK.shape[2])
             remote_GG = count_step(ids, kept, device_LE[layer], homes, self.num_devices).copies_GG.copy()
             np.fill_diagonal(remote_GG, 0)
-            nodes = count_step(ids, kept, node_G[device_LE[layer]], node_G[homes], topology.num_nodes).copies_GG.sum()
-            found.append((remote_GG.sum(), remote_GG.sum(axis=0).max(), nodes))
+            nodes = count_step(ids, kept, node_G[device_LE[layer]], node_G[homes], topology.num_nodes).copies_GG
+            found.append((remote_GG.sum(), remote_GG.sum(axis=0).max(), nodes.sum(), nodes.sum() - np.trace(nodes)))
         means = np.mean(found, axis=0) / num_tokens
-        return dict(zip(("remote_dpt", "peak_traffic", "npt"), means.tolist(), strict=True))
+        return dict(zip(("remote_dpt", "peak_traffic", "npt", "remote_npt"), means.tolist(), strict=True))
 
     def kept_weight(self) -> float:
         """Mean share of a token's routing weight that is kept."""

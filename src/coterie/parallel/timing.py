@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,7 +50,7 @@ def random_experts(shape: ExpertShape, count: int, seed: int = 0) -> Experts:
     def normal(*size: int) -> Tensor:
         return (torch.randn(size, generator=generator) * shape.hidden_size**-0.5).to(shape.dtype)
 
-    def gate(both: Tensor) -> Tensor:
+    def gate(both: Tensor) -> Any:
         left, right = both.chunk(2, dim=-1)
         return torch.nn.functional.silu(left) * right
 

@@ -38,6 +38,8 @@ class Timings:
         sent_bytes: that ranks handed to the network, a step's mean, all ranks.
         as_predicted: whether every rank sent exactly the bytes that routing and placement say.
         wire_bytes: that interfaces counted, a step's mean, all ranks; headers and acknowledgements included.
+        link_overheads: what interfaces counted beyond what ranks sent, as a share: the least and the most of the links
+            of ranks and, with two nodes, of both directions of the uplink.
     """
 
     seconds_R: NDArray[np.float64]
@@ -46,6 +48,7 @@ class Timings:
     sent_bytes: float
     as_predicted: bool
     wire_bytes: float
+    link_overheads: tuple[float, float]
 
 
 class Bench:
@@ -102,32 +105,44 @@ class Bench:
                     "replay": self._file(case.replay), "placement": self._file(case.where), "steps": steps,
                     "compute": compute,
                 }  # fmt: skip
-                before = self._network.sent_bytes()
+                before = self._counted()
                 row = self._team.ask({"do": "time", "items": [item]})[0]["rows"][0]
-                wire = np.subtract(self._network.sent_bytes(), before)
-                found[index].append({**row, "steps": steps, "wire": wire})
+                found[index].append({**row, "steps": steps, "wire": self._counted() - before})
                 progress("timing", number * len(cases) + done + 1, rounds * len(cases))
         return [self._timings(case, rows) for case, rows in zip(cases, found, strict=True)]
 
     def _timings(self, case: Case, rows: list[dict[str, Any]]) -> Timings:
-        model, device_LE = self.model(), case.where.device_of_expert()
-        predicted, exact = [], True
+        model, device_LE, num_devices = self.model(), case.where.device_of_expert(), case.replay.num_devices
+        predicted, exact, links = [], True, np.zeros((2, len(self._counted())))
         for row in rows:
             times = case.replay.predict(model, device_LE, row["steps"])
             predicted.append(np.mean([time.total for time in times]))
-            expected_G = np.sum([_bytes_of(case.replay, model, device_LE, step) for step in row["steps"]], axis=0)
-            exact &= bool(np.array_equal(expected_G, row["sent"]))
+            bytes_GG = np.sum([_bytes_between(case.replay, model, device_LE, step) for step in row["steps"]], axis=0)
+            exact &= bool(np.array_equal(bytes_GG.sum(axis=1), row["sent"]))
+            links += [self._on_links(bytes_GG), row["wire"]]
         steps = STEPS_A_ROUND * len(rows)
         return Timings(
             np.array([np.mean(row["seconds"]) for row in rows]), np.array([np.mean(row["compute"]) for row in rows]),
             np.array(predicted), sum(sum(row["sent"]) for row in rows) / steps, exact,
-            sum(float(row["wire"].sum()) for row in rows) / steps,
+            sum(float(row["wire"][:num_devices].sum()) for row in rows) / steps,
+            (float((links[1] / links[0]).min() - 1), float((links[1] / links[0]).max() - 1)),
         )  # fmt: skip
+
+    def _counted(self) -> NDArray[np.int64]:
+        """Bytes that interfaces have counted so far: what each rank sent and, with two nodes, each node."""
+        return np.array([*self._network.sent_bytes(), *self._network.uplink_bytes()], dtype=np.int64)
+
+    def _on_links(self, bytes_GG: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Bytes between ranks as bytes on links, in the order of `_counted`."""
+        node_G = self.topology.node_of_device()
+        nodes = range(self.topology.num_nodes if self.topology.num_nodes > 1 else 0)
+        up = [bytes_GG[np.ix_(node_G == node, node_G != node)].sum() for node in nodes]
+        return np.array([*bytes_GG.sum(axis=1), *up], dtype=np.int64)
 
     def _file(self, thing: Any) -> str:
         """The file in which workers find a replay or a placement, written when first asked for."""
         if id(thing) not in self._files:
-            path = self._folder / f"{len(self._files)}-{self.topology.num_nodes}"
+            path = self._folder / f"{len(list(self._folder.iterdir()))}"  # workers remember what they have read
             if isinstance(thing, Replay):
                 name = save_replay(thing, path.with_suffix(".npz"))
             else:
@@ -137,11 +152,10 @@ class Bench:
         return self._files[id(thing)][1]
 
 
-def _bytes_of(replay: Replay, model: StepModel, device_LE: NDArray[np.int64], step: int) -> NDArray[np.int64]:
-    """Bytes that each rank sends in a step, [G]: copies out, sums back, and what dispatch announces."""
-    total_G = np.zeros(replay.num_devices, dtype=np.int64)
+def _bytes_between(replay: Replay, model: StepModel, device_LE: NDArray[np.int64], step: int) -> NDArray[np.int64]:
+    """Bytes from rank (row) to rank (column) in a step, [G, G]: copies out, sums back, and what dispatch announces."""
+    total_GG = np.zeros((replay.num_devices, replay.num_devices), dtype=np.int64)
     for counts in replay.counts(step, device_LE):
-        remote_GG = counts.copies_GG - np.diag(np.diag(counts.copies_GG))
-        total_G += remote_GG.sum(axis=1) * model.dispatch_bytes + remote_GG.sum(axis=0) * model.combine_bytes
-        total_G += HEADER_BYTES * (replay.num_devices - 1)
-    return total_G
+        total_GG += counts.copies_GG * model.dispatch_bytes + counts.copies_GG.T * model.combine_bytes + HEADER_BYTES
+    np.fill_diagonal(total_GG, 0)
+    return total_GG

@@ -157,9 +157,8 @@ class Network:
 
     def uplink_bytes(self) -> list[int]:
         """Bytes that each node has sent over the uplink so far; empty with one node."""
-        return [_counter(f"{PREFIX}j{node}", "tx_bytes") for node in range(self.topology.num_nodes)][
-            : 2 * (self.topology.num_nodes - 1)
-        ]
+        nodes = self.topology.num_nodes
+        return [_counter(f"{PREFIX}j{node}", "tx_bytes") for node in range(nodes if nodes > 1 else 0)]
 
 
 def remove_leftovers() -> None:

@@ -34,6 +34,7 @@ def _row(machine: str, topology: Topology, case: Case, times: Timings, base: Map
         "tokens_per_s": tokens / float(np.median(times.seconds_R)),
         "predicted_tokens_per_s": tokens / float(np.median(times.predicted_R)),
         "remote_dpt": traffic["remote_dpt"], "peak_traffic": traffic["peak_traffic"], "npt": traffic["npt"],
+        "remote_npt": traffic["remote_npt"], "link_overheads": list(times.link_overheads),
         "kept_weight": replay.kept_weight(), "bytes_on_wire": times.wire_bytes, "bytes_sent": times.sent_bytes,
         "bytes_sent_as_predicted": times.as_predicted, "wire_overhead": times.wire_bytes / times.sent_bytes - 1,
         "step_s": float(np.median(times.seconds_R)), "predicted_step_s": float(np.median(times.predicted_R)),
@@ -96,7 +97,24 @@ def checks(rows: Sequence[Mapping[str, Any]], shares: Mapping[str, float | None]
         everything = [row for row in rows if row["class"] == machine]
         exact = sum(bool(row["bytes_sent_as_predicted"]) for row in everything)
         found.append(_check(machine, "lines whose ranks sent the bytes predicted", exact, len(everything), f"{exact}"))
-    return found
+        low, high = (pick(pick(row["link_overheads"]) for row in everything) for pick in (min, max))
+        found.append(_check(machine, "headers on a link, at most a tenth", 1 - high, 0.9, f"{low:+.1%} to {high:+.1%}"))
+    return [*found, *_spectrum_checks(rows)]
+
+
+def _spectrum_checks(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Fig. 12: the fastest point of the spectrum does not move back as links get faster."""
+    best = {}
+    for machine in ("A", "B", "C"):
+        points = [row for row in rows if row["class"] == machine and str(row["placement"]).startswith("ours-")]
+        if points:
+            fastest = max(points, key=lambda row: float(row["speedup_over_linear"]))
+            best[machine] = int(str(fastest["placement"]).removeprefix("ours-"))
+    if len(best) < 2:
+        return []
+    order, shown = list(best.values()), ", ".join(f"{machine}: {point}" for machine, point in best.items())
+    moves = order[-1] - order[0] if order == sorted(order) else -1
+    return [_check(" ".join(best), "the fastest point of the spectrum moves to balance", moves, 1, shown)]
 
 
 def _pruning_checks(rows: Sequence[Mapping[str, Any]], machine: str) -> list[dict[str, Any]]:
@@ -109,6 +127,17 @@ def _pruning_checks(rows: Sequence[Mapping[str, Any]], machine: str) -> list[dic
         found.append(_check(machine, f"CAP's rule over naive at p = {p:g}", ratio, 1.0, f"{ratio:.3f}x"))
         ratio = priced["speedup_over_linear"] / cap["speedup_over_linear"]
         found.append(_check(machine, f"priced over CAP's rule at the loss of p = {p:g}", ratio, 1.0, f"{ratio:.3f}x"))
+    near, far = (
+        next((row for row in rows if row["class"] == machine and row["rule"] == f"cap, c = {cost}"), None)
+        for cost in (1, 5)
+    )
+    if near is not None and far is not None:
+        ratio = far["speedup_over_linear"] / near["speedup_over_linear"]
+        nodes = f"other nodes a token {near['remote_npt']:.3f} -> {far['remote_npt']:.3f}"
+        found.append(_check(machine, "c = 5 over c = 1, speed", ratio, 1.0, f"{ratio:.3f}x; {nodes}"))
+        fewer = near["remote_npt"] / far["remote_npt"]
+        found.append(_check(machine, "c = 5 over c = 1, fewer other nodes", fewer, 1.0, f"nodes {near['npt']:.3f} -> "
+                            f"{far['npt']:.3f}"))  # fmt: skip
     naive, cap = find(rows, machine, "ours", "naive", 0.3), find(rows, machine, "ours", "cap", 0.2)
     if naive is not None and cap is not None:
         ratio = cap["speedup_over_linear"] / naive["speedup_over_linear"]
