@@ -47,7 +47,7 @@ class BackendUnavailable(CoterieError):
 
 
 class RankError(CoterieError):
-    """A process of a group that is missing, ended, stalled or is out of step; the message names it where it is known."""
+    """A process of a group that is missing, ended, stalled or is out of step; named where it is known."""
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> ConfigError:

@@ -1,4 +1,4 @@
-"""One rank of the tests' groups: `python one_rank.py generate JOBS` or `python one_rank.py stay SECONDS`; no test itself."""
+"""One rank of the tests' groups, no test itself: `one_rank.py generate JOBS` or `one_rank.py stay PLACEMENT`."""
 
 from __future__ import annotations
 

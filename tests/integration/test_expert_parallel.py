@@ -113,7 +113,8 @@ def test_four_processes_generate_the_tokens_of_one(tmp_path: Path, tiny_checkpoi
 
 
 @pytest.mark.parametrize(
-    ("what", "said"), [(signal.SIGKILL, "rank 1 (process {}) ended"), (signal.SIGSTOP, "rank 1 (process {}) is stopped")]
+    ("what", "said"),
+    [(signal.SIGKILL, "rank 1 (process {}) ended"), (signal.SIGSTOP, "rank 1 (process {}) is stopped")],
 )
 def test_a_rank_that_dies_or_stalls_ends_the_others_with_a_clear_error(
     what: signal.Signals, said: str, tmp_path: Path, groups: list[Group]
@@ -134,23 +135,20 @@ def test_a_rank_that_dies_or_stalls_ends_the_others_with_a_clear_error(
 
 def test_torchrun_and_pruning(tmp_path: Path) -> None:
     placement = save_placement("tiny-qwen3-moe", "2", tmp_path / "p.json")
-    results = []
-    for prune in ([], ["--prune", "0.3"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
-             "-m", "coterie", "generate-ep", "tiny-qwen3-moe", "--placement", placement, "--prompt", "The king",
-             "--prompt", "Once upon a time", "--tokens", "12", "--json", *prune],
-            capture_output=True, text=True, timeout=300, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        results.append(json.loads(done.stdout))
-    plain, pruned = results
-    assert [each["rank"] for each in plain["prompts"]] == [0, 1]
-    assert plain["ranks"] == 2
-    assert sum(plain["expert_bytes"]) == plain["all_expert_bytes"]
-    assert plain["dispatch_bytes"] == plain["combine_bytes"] > 0
-    assert pruned["kept_weight"] < 1
-    assert pruned["prune"] == {"rule": "cap", "p": 0.3}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
+         "-m", "coterie", "generate-ep", "tiny-qwen3-moe", "--placement", placement, "--prompt", "The king",
+         "--prompt", "Once upon a time", "--tokens", "12", "--json", "--prune", "0.3"],
+        capture_output=True, text=True, timeout=300, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert [each["rank"] for each in result["prompts"]] == [0, 1]
+    assert result["ranks"] == 2
+    assert sum(result["expert_bytes"]) == result["all_expert_bytes"]
+    assert result["dispatch_bytes"] == result["combine_bytes"] > 0
+    assert result["kept_weight"] < 1
+    assert result["prune"] == {"rule": "cap", "p": 0.3}
 
 
 def test_what_cannot_work_is_one_line_from_rank_0_and_exit_code_2_everywhere(
@@ -164,14 +162,3 @@ def test_what_cannot_work_is_one_line_from_rank_0_and_exit_code_2_everywhere(
     assert ended[0][2].startswith("coterie: error: 2 ranks, but the placement is for 4 devices")
     assert ended[0][2].count("\n") == 1
     assert ended[1][1:] == ("", "")
-
-
-def test_a_rank_that_never_comes_is_named(tmp_path: Path, groups: list[Group]) -> None:
-    placement = save_placement("tiny-mixtral", "3", tmp_path / "p.json")
-    command = ["-m", "coterie", "generate-ep", "tiny-mixtral", "--placement", placement, "--prompt", "A"]
-    groups.append(Group(3, [*command, "--timeout", "15"], ranks=[0, 2]))
-    ended = groups[0].wait()
-    assert [code for code, *_ in ended.values()] == [2, 2]
-    assert "rank 1 is missing after 15 s" in ended[0][2]
-    assert ended[0][2].count("\n") == 1
-    assert ended[2][1:] == ("", "")

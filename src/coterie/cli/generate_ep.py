@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import ExitStack
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -52,7 +54,7 @@ def generate_ep(
 
     try:
         launch = Launch.of_environment()
-        with warnings_as_notes(), joined(launch, timeout) as comms:
+        with _remarks(launch.rank), joined(launch, timeout) as comms:
             result, generation = asked.run(comms)
     except ToldByRankZero:
         time.sleep(_LINGER_SECONDS)  # torchrun ends all ranks when one ends, and rank 0 has a line to print
@@ -63,6 +65,17 @@ def generate_ep(
         emit_json(result)
     else:
         _show(result, generation)
+
+
+@contextmanager
+def _remarks(rank: int) -> Iterator[None]:
+    """Warnings as rank 0's remarks; the other ranks would say the same."""
+    if rank == 0:
+        with warnings_as_notes():
+            yield
+        return
+    with warnings.catch_warnings(action="ignore"):
+        yield
 
 
 @dataclass(frozen=True)
@@ -91,18 +104,15 @@ class _Asked:
         from coterie.parallel.traffic import summary
         from coterie.placement.placement import Placement
 
-        def check() -> tuple[Placement, list[str], Any, PruningRule | None]:
+        def check() -> tuple[Placement, list[str], Any, PruningRule | None, Any]:
             placed = Placement.load(self.placement)
             require_size(placed, comms.size)
             texts, tokenizer = self._texts(), load_tokenizer(self.model)
             encode(tokenizer, texts)
-            return placed, texts, tokenizer, self._rule(placed)
+            return placed, texts, tokenizer, self._rule(placed), parse_dtype(self.dtype)
 
-        placed, texts, tokenizer, pruning = agreed(comms, check)
-        wanted = parse_dtype(self.dtype)
-        parallel = agreed(
-            comms, lambda: expert_parallel(self.model, placed, comms, dtype=wanted, two_hop=self.two_hop)
-        )
+        placed, texts, tokenizer, pruning, wanted = agreed(comms, check)
+        parallel = agreed(comms, lambda: expert_parallel(self.model, placed, comms, dtype=wanted, two_hop=self.two_hop))
         with ExitStack() as stack:
             pruner = None
             if pruning is not None:
@@ -148,7 +158,8 @@ class _Asked:
 
         import coterie
 
-        versions = {"coterie": coterie.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
+        modules = (coterie, torch, transformers)
+        versions = {module.__name__: str(module.__version__) for module in modules}
         told = None if rule is None else {key: value for key, value in rule.describe().items() if key != "theta"}
         return {
             "model": self.model, "ranks": comms.size, "topology": placed.topology.to_json(), "device": str(comms.device),
@@ -185,8 +196,7 @@ def _pruned(comms: Comms, pruner: Any) -> dict[str, Any]:
 
 def _told(generation: Generation) -> dict[str, Any]:
     count = sum(len(each.ids) for each in generation.prompts)
-    rows = [{"prompt": each.prompt, "rank": each.rank, "ids": list(each.ids), "text": each.text}
-            for each in generation.prompts]  # fmt: skip
+    rows = [vars(each) for each in generation.prompts]
     return {"prompts": rows, "tokens": count, "seconds": generation.seconds, "tokens_per_s": count / generation.seconds}
 
 

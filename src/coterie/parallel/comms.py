@@ -73,9 +73,10 @@ def share(comms: Comms, value: Any) -> list[Any]:
         own.repeat(len(away)).to(comms.device), _without(comms.rank, [len(text)] * comms.size),
         arrived, _without(comms.rank, counts),
     )  # fmt: skip
-    pieces = arrived.cpu().split([counts[rank] for rank in away])
-    said = dict(zip(away, (bytes(piece.tolist()) for piece in pieces), strict=True))
-    return [json.loads(said.get(rank, text)) for rank in range(comms.size)]
+    heard, said = arrived.cpu().numpy().tobytes(), {comms.rank: text}
+    for rank in away:
+        said[rank], heard = heard[: counts[rank]], heard[counts[rank] :]
+    return [json.loads(said[rank]) for rank in range(comms.size)]
 
 
 def _without(rank: int, counts: list[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Which rank is to blame when an exchange fails: what ranks left in the store, and what the kernel says of processes."""
+"""Which rank is to blame when an exchange fails: what ranks left in the store, what the kernel says of processes."""
 
 from __future__ import annotations
 

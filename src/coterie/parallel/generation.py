@@ -95,7 +95,7 @@ def encode(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:
 
 
 def _continue(parallel: ExpertParallel, prompts: Sequence[Sequence[int]], pad: int, tokens: int) -> list[list[int]]:
-    """This rank's prompts in one batch, padded on the left; the new tokens of each."""
+    """The rank's own prompts in one batch, padded on the left; the new tokens of each."""
     model, width = parallel.model, max(map(len, prompts))
     ids_BS = torch.tensor([[pad] * (width - len(ids)) + list(ids) for ids in prompts], device=model.device)
     mask_BS = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=model.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from queue import Queue
 from typing import TypeVar
 
@@ -32,17 +33,24 @@ class ThreadComms:
         assert send_counts[self.rank] == receive_counts[self.rank] == 0, "own rows do not travel"
         assert send_NB.is_contiguous(), "as torch.distributed wants it"
         assert receive_NB.is_contiguous(), "as torch.distributed wants it"
-        for rank, rows in enumerate(send_NB.split(list(send_counts))):
+        for rank, part in enumerate(_parts(send_counts)):
             if rank != self.rank:
+                rows = send_NB[part]
                 self.sent_bytes_G[rank] += rows.numel() * rows.element_size()
                 self._boxes[self.rank, rank].put(rows.clone())
-        for rank, place in enumerate(receive_NB.split(list(receive_counts))):
+        for rank, part in enumerate(_parts(receive_counts)):
             if rank != self.rank:
-                rows = self._boxes[rank, self.rank].get(timeout=_SECONDS)
-                if rows is None:
+                arrived = self._boxes[rank, self.rank].get(timeout=_SECONDS)
+                if arrived is None:
                     raise RuntimeError(f"rank {rank} ended")
-                assert rows.shape == place.shape, f"rank {rank} sent {list(rows.shape)}, expected {list(place.shape)}"
-                place.copy_(rows)
+                assert len(arrived) == receive_counts[rank], f"rank {rank} sent {len(arrived)} rows"
+                receive_NB[part] = arrived
+
+
+def _parts(counts: Sequence[int]) -> list[slice]:
+    """Where each rank's rows are."""
+    ends = list(accumulate(counts))
+    return [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
 def run_ranks(size: int, work: Callable[[Comms], Result]) -> list[Result]:

@@ -24,7 +24,7 @@ from coterie.placement.placement import Placement
 def expert_parallel(
     model: str | Path, placement: Placement, comms: Comms, *, dtype: torch.dtype | None = None, two_hop: bool = False
 ) -> ExpertParallel:
-    """This rank's part of a model: attention and all else of its own tokens, and its own experts for everyone's.
+    """One rank's part of a model: attention and all else of its own tokens, and its own experts for everyone's.
 
     Every rank has the whole model but the experts, and runs its own prompts through it. In each MoE layer tokens travel
     to the ranks where their experts are, so all ranks must run the model equally often: one that has nothing to run

@@ -20,6 +20,7 @@ from coterie.parallel.comms import Comms, share
 from coterie.parallel.faults import Faults
 
 Result = TypeVar("Result")
+_stores: Any = dist  # which exports stores without saying so
 _POLL_SECONDS, _LINGER_SECONDS = 0.05, 1.0
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -137,7 +138,8 @@ def joined(launch: Launch, timeout: float = 60.0) -> Iterator[ProcessComms]:
         ToldByRankZero: the same, where rank 0 tells it.
     """
     if not 1 <= timeout < 1e6:
-        raise ConfigError(f"timeout = {timeout:g}; give seconds, at least 1")
+        message = f"timeout = {timeout:g}; give seconds, at least 1"
+        raise ToldByRankZero(message) if launch.rank else ConfigError(message)
     store = _meet(launch, timeout)
     faults = Faults(store, launch.rank, launch.size, timeout, hosted_here=not launch.hosted)
     faults.introduce()
@@ -145,7 +147,7 @@ def joined(launch: Launch, timeout: float = 60.0) -> Iterator[ProcessComms]:
     device = _device()
     try:
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", store=dist.PrefixStore("group", store), rank=launch.rank,
+            "nccl" if device.type == "cuda" else "gloo", store=_stores.PrefixStore("group", store), rank=launch.rank,
             world_size=launch.size, timeout=timedelta(seconds=timeout),
         )  # fmt: skip
     except RuntimeError as error:
@@ -189,7 +191,7 @@ def _meet(launch: Launch, timeout: float) -> Any:
     if not keeps:
         _await_listener(launch, timeout)
     try:
-        store = dist.TCPStore(
+        store = _stores.TCPStore(
             launch.host, launch.port, is_master=keeps,
             timeout=timedelta(seconds=timeout), wait_for_workers=False,
         )  # fmt: skip
@@ -197,7 +199,7 @@ def _meet(launch: Launch, timeout: float) -> Any:
         if keeps and "in use" in str(error):
             raise ConfigError(f"port {launch.port} is taken; choose another one with --master-port") from error
         raise _no_group(launch, timeout, error) from error
-    return dist.PrefixStore(f"coterie/{launch.attempt}", store)
+    return _stores.PrefixStore(f"coterie/{launch.attempt}", store)
 
 
 def _await_listener(launch: Launch, timeout: float) -> None:

@@ -21,7 +21,7 @@ def reference(
     hidden_GTH: Sequence[Tensor], ids_GTK: Sequence[Tensor], weights_GTK: Sequence[Tensor], layer: LayerPlacement,
     run: Expert,
 ) -> list[Tensor]:  # fmt: skip
-    """What `moe_layer` returns on every rank.
+    """What `experts.route` returns on every rank.
 
     Args:
         hidden_GTH: of each rank, [T, H]; T may differ.
@@ -39,8 +39,8 @@ def reference(
             sums = _device_sums(device, hidden_GTH, ids_GTK, weights_GTK, layer, run)
             for (rank, token), sum_H in sums.items():
                 on_node[rank][token] += sum_H
-        for total_TH, node_TH in zip(totals, on_node, strict=True):
-            total_TH += node_TH
+        for rank, node_TH in enumerate(on_node):
+            totals[rank] += node_TH
     return [total.to(hidden.dtype) for total, hidden in zip(totals, hidden_GTH, strict=True)]
 
 

@@ -50,7 +50,7 @@ class Traffic:
         self.metadata_LG[layer] += handle.metadata_bytes()
 
     def gather(self, comms: Comms) -> dict[str, NDArray[np.int64]]:
-        """"dispatch", "combine" and "metadata" of all ranks, [L, G, G]: bytes from rank (row) to rank (column)."""
+        """All ranks' "dispatch", "combine" and "metadata", [L, G, G]: bytes from rank (row) to rank (column)."""
         mine = [self.dispatch_LG.tolist(), self.combine_LG.tolist(), self.metadata_LG.tolist()]
         said_GXLG = np.array(share(comms, mine), dtype=np.int64)
         return {name: said_GXLG[:, index].swapaxes(0, 1) for index, name in enumerate(KINDS)}
@@ -60,7 +60,7 @@ KINDS = ("dispatch", "combine", "metadata")
 
 
 def predicted_bytes(trace: RoutingTrace, placement: Placement, row_bytes: int) -> dict[str, NDArray[np.int64]]:
-    """"dispatch" and "combine" of a trace's tokens, [L, G, G] bytes, from the metrics of the placement.
+    """A trace's "dispatch" and "combine", [L, G, G] bytes, from the metrics of the placement.
 
     Args:
         trace: the routing; its homes are the ranks where tokens' attention runs.

@@ -49,11 +49,13 @@ def dispatch_two_hop(
 ) -> tuple[Received, TwoHopHandle]:
     """As `dispatch.dispatch`, but a token crosses to each other node it visits only once.
 
-    Source: algorithms of CAP §II-C in two levels; node-limited dispatch as engines do it.
+    Source: CAP §II-C, in two levels.
     """
     topology = layer.topology
     device_TK = layer.device_E[ids_TK.clamp(min=0)]
-    relay_TK = device_TK // topology.devices_per_node * topology.devices_per_node + comms.rank % topology.devices_per_node
+    relay_TK = (
+        device_TK // topology.devices_per_node * topology.devices_per_node + comms.rank % topology.devices_per_node
+    )
     relay_TK = relay_TK.masked_fill(ids_TK < 0, -1)
     nodes = tuple(topology.node_of_device().tolist())
     relayed, outer = send_visits(hidden_TH, ids_TK, weights_TK, relay_TK, nodes, comms, layer.layer, active)

@@ -30,12 +30,12 @@ class RowFormat:
     @property
     def payload_bytes(self) -> int:
         """Bytes of the hidden state of one row, which is also what comes back."""
-        return self.hidden_size * self.dtype.itemsize
+        return self.hidden_size * int(self.dtype.itemsize)
 
     @property
     def metadata_bytes(self) -> int:
         """Bytes of ids and weights of one row."""
-        return self.top_k * (4 + self.weight_dtype.itemsize)
+        return self.top_k * (4 + int(self.weight_dtype.itemsize))
 
     @property
     def row_bytes(self) -> int:
@@ -49,13 +49,11 @@ class RowFormat:
 
     def unpack(self, rows_VB: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden states [V, H], ids [V, K] int64 and weights [V, K]; the inverse of `pack`."""
-        ids_VB, weights_VB, hidden_VB = rows_VB.split(
-            [4 * self.top_k, self.top_k * self.weight_dtype.itemsize, self.payload_bytes], dim=1
-        )
+        first, second = 4 * self.top_k, self.metadata_bytes  # where weights and hidden state begin
         return (
-            _values(hidden_VB, self.dtype),
-            _values(ids_VB, torch.int32).to(torch.int64),
-            _values(weights_VB, self.weight_dtype),
+            _values(rows_VB[:, second:], self.dtype),
+            _values(rows_VB[:, :first], torch.int32).to(torch.int64),
+            _values(rows_VB[:, first:second], self.weight_dtype),
         )
 
 
