@@ -28,7 +28,20 @@ def test_importing_it_costs_nothing() -> None:
 
 
 def test_no_verb_loads_arrays_before_it_works() -> None:
-    verbs = ["", "compare", "place", "export", "validate", "trace import", "trace prune", "widths"]
+    verbs = [
+        "",
+        "compare",
+        "place",
+        "export",
+        "validate",
+        "trace import",
+        "trace prune",
+        "widths",
+        "calibrate",
+        "tune",
+        "cap",
+        "bench parallel",
+    ]
     run = f"""
     from coterie.cli.main import main
     for verb in {verbs}:

@@ -48,7 +48,8 @@ def random_experts(shape: ExpertShape, count: int, seed: int = 0) -> Experts:
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
-        return (torch.randn(size, generator=generator) * shape.hidden_size**-0.5).to(shape.dtype)
+        values: Tensor = torch.randn(size, generator=generator) * shape.hidden_size**-0.5
+        return values.to(shape.dtype)
 
     def gate(both: Tensor) -> Any:
         left, right = both.chunk(2, dim=-1)

@@ -134,7 +134,8 @@ def _pruning_checks(rows: Sequence[Mapping[str, Any]], machine: str) -> list[dic
     if near is not None and far is not None:
         ratio = far["speedup_over_linear"] / near["speedup_over_linear"]
         nodes = f"other nodes a token {near['remote_npt']:.3f} -> {far['remote_npt']:.3f}"
-        found.append(_check(machine, "c = 5 over c = 1, speed", ratio, 1.0, f"{ratio:.3f}x; {nodes}"))
+        asked = 1.0 if machine == "cluster B" else 0.95  # Table II: faster over a slow link, no slower over a fast one
+        found.append(_check(machine, "c = 5 over c = 1, speed", ratio, asked, f"{ratio:.3f}x; {nodes}"))
         fewer = near["remote_npt"] / far["remote_npt"]
         found.append(_check(machine, "c = 5 over c = 1, fewer other nodes", fewer, 1.0, f"nodes {near['npt']:.3f} -> "
                             f"{far['npt']:.3f}"))  # fmt: skip
