@@ -23,7 +23,7 @@ def bench_parallel(
     thresholds: Annotated[str, typer.Option(help="p of the pruning rules, with commas.")] = "0.1,0.2,0.3",
     batch: Annotated[int, typer.Option(min=1, help="Tokens of each of the 8 ranks in a step.")] = 64,
     layers: Annotated[int, typer.Option(min=1, help="MoE layers of a step, spaced over the model's.")] = 4,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds in which all lines take turns, two steps each.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds in which all lines take turns, a step each.")] = 3,
     quick: Annotated[bool, typer.Option("--quick", help="Two machines, fewer lines and rounds.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the results there too, .json.")] = None,
     seed: SeedOption = 0,

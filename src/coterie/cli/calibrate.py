@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coterie.cli.common import JsonOption, emit_json, note, progress, say, table
-from coterie.cli.ranks import TimeoutOption, ranks
+from coterie.cli.ranks import TimeoutOption, ranks, try_writing
 from coterie.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ def calibrate(
     Start it with torchrun, one process for each device: torchrun --nproc-per-node 8 -m coterie calibrate --out t.yaml
     """
     with ranks(timeout) as (comms, launch):
-        from coterie.files import write_text
         from coterie.parallel.calibrate import calibrate as run
         from coterie.parallel.processes import agreed
         from coterie.parallel.timing import require_ranks
@@ -52,8 +51,7 @@ def calibrate(
             if out.suffix not in (".yaml", ".yml"):
                 raise ConfigError(f"--out {out}: a topology is a YAML file; name it like topology.yaml")
             if comms.rank == 0:
-                write_text(out, "")  # a place to write to, before the work
-                out.unlink()
+                try_writing(out)
             shape, experts = _shape(model, dtype)
             return found, shape, max(1, experts // found.num_devices)
 

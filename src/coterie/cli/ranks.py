@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -40,3 +41,12 @@ def ranks(timeout: float) -> Iterator[tuple[Comms, Launch]]:
     except ToldByRankZero:
         time.sleep(_LINGER_SECONDS)  # torchrun ends all ranks when one ends, and rank 0 has a line to print
         raise typer.Exit(_QUIET) from None
+
+
+def try_writing(*files: Path | None) -> None:
+    """Raise for a place that cannot be written, before the work; what is there stays."""
+    from coterie.errors import ConfigError
+
+    for file in files:
+        if file is not None and (file.is_dir() or not os.access(file.absolute().parent, os.W_OK)):
+            raise ConfigError(f"cannot write {file}: name a file in a folder that exists and is writable")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coterie.cli.common import JsonOption, SeedOption, emit_json, note, progress, say, table
-from coterie.cli.ranks import TimeoutOption, ranks
+from coterie.cli.ranks import TimeoutOption, ranks, try_writing
 
 if TYPE_CHECKING:
     from coterie.models.expert_shape import ExpertSizes
@@ -48,26 +48,21 @@ def tune(
     model's shape. Start it with torchrun, one process for each device.
     """
     with ranks(timeout) as (comms, _):
-        from coterie.files import replacing
         from coterie.models.load import parse_dtype
         from coterie.parallel.candidates import make_candidates
         from coterie.parallel.processes import agreed
         from coterie.parallel.timing import ExpertShape, require_ranks
         from coterie.parallel.tune import TuneSetting
         from coterie.parallel.tune import tune as run
-        from coterie.placement.step_time import StepModel
 
         with progress() as listen:
 
             def check() -> tuple[Setting, Replay, ExpertSizes]:
-                setting, replay, sizes = _prepare(trace, model, topology, batch, layers, seed, listen)
-                require_ranks(comms, setting.topology.num_devices, "a topology")
-                StepModel.of(setting.topology, sizes.spec.hidden_size, sizes.spec.top_k)
-                for path in (out, report) if comms.rank == 0 else ():
-                    if path is not None:
-                        with replacing(path) as place:  # a place to write to, before the work
-                            place.write_text("{}\n")
-                return setting, replay, sizes
+                found = _prepare(trace, model, topology, batch, layers, seed, listen)
+                require_ranks(comms, found[0].topology.num_devices, "a topology")
+                if comms.rank == 0:
+                    try_writing(out, report)
+                return found
 
             setting, replay, sizes = agreed(comms, check)
             shape = ExpertShape(sizes.spec.hidden_size, sizes.width, parse_dtype(sizes.dtype))
@@ -80,12 +75,17 @@ def tune(
     found.placement.save(out)
     result = {"out": str(out), "trace": trace, "model": model, "seed": seed, **found.to_json()}
     if report is not None:
-        with replacing(report) as place:
-            place.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        _write(report, result)
     if as_json:
         emit_json(result)
     else:
         show_tuned(result)
+
+
+def _write(file: Path, result: dict[str, Any]) -> None:
+    from coterie.files import write_text
+
+    write_text(file, json.dumps(result, indent=1, allow_nan=False) + "\n")
 
 
 def _prepare(
@@ -96,11 +96,13 @@ def _prepare(
     from coterie.models.expert_shape import expert_sizes
     from coterie.parallel.replay import Replay, spaced_layers
     from coterie.placement.driver import prepare
+    from coterie.placement.step_time import StepModel
     from coterie.topology import Topology
     from coterie.trace.open import open_trace
     from coterie.trace.splits import split
 
     devices, sizes = Topology.parse(topology), expert_sizes(model)
+    StepModel.of(devices, sizes.spec.hidden_size, sizes.spec.top_k)  # calibrated
     routing = open_trace(trace, progress=listen)
     mine, theirs = routing.spec, sizes.spec
     if (mine.num_layers, mine.num_experts, mine.top_k) != (theirs.num_layers, theirs.num_experts, theirs.top_k):

@@ -23,6 +23,7 @@ from coterie.models.prune import prune_destinations
 from coterie.models.run_text import TextRun, record_text
 from coterie.parallel.steps import Done, Step, run_steps
 from coterie.placement import driver
+from coterie.placement.candidates import Setting
 from coterie.placement.placement import Placement
 from coterie.placement.spectrum_files import INDEX, write_spectrum
 from coterie.progress import Progress, silent
@@ -87,69 +88,86 @@ def run_cap(
         CoterieError: as the steps do.
         RankError: when the timed step's processes fail, with their word for it.
     """
-    topology, rule = Topology.parse(setting.topology), Cap(setting.p)
-    given = {"topology": topology.to_json(), "seed": setting.seed}
+    work = _Work(folder, setting, Topology.parse(setting.topology), Cap(setting.p), text, source, progress)
+    done = run_steps(folder, work.steps(), told)
+    if not (folder / RESULT).is_file():  # the report stands, the placement was removed: what it was made of is there
+        picked_placement(folder).save(folder / RESULT)
+    return done
 
-    def record(path: Path) -> None:
-        model, tokenizer = load_model(setting.model), load_tokenizer(setting.model)
+
+@dataclass(frozen=True)
+class _Work:
+    """What the steps share, and what each does; see `run_cap`."""
+
+    folder: Path
+    setting: CapSetting
+    topology: Topology
+    rule: Cap
+    text: str
+    source: str
+    progress: Progress
+
+    def steps(self) -> list[Step]:
+        """All steps, with what decides their outputs."""
+        setting = self.setting
+        given = {"topology": self.topology.to_json(), "seed": setting.seed}
+        model = {"model": _known(setting.model)}
+        text = {"text": hashlib.sha256(self.text.encode()).hexdigest()[:16], "run": asdict(setting.run)}
+        fitted = {**given, "heldout": setting.heldout}
+        timed = {name: getattr(setting, name) for name in ("batch", "rounds", "best", "emulate")}
+        return [
+            Step("1-record", TRACE, {**given, **model, **text, "rule": self.rule.describe()}, self._record),
+            Step("2-place", START, fitted, self._place),
+            Step("3-spectrum", SPECTRUM, {**fitted, "points": setting.points, "method": setting.method}, self._spread),
+            Step("4-calibrate", CALIBRATED, {**given, **model}, self._calibrate),
+            Step("4-tune", REPORT, {**given, **timed, "result": RESULT}, self._tune),
+        ]
+
+    def _record(self, path: Path) -> None:
+        rule, topology = self.rule, self.topology
+        model, tokenizer = load_model(self.setting.model), load_tokenizer(self.setting.model)
 
         def around(sequences: Sequence[int]) -> AbstractContextManager[Any]:
             homes = [number % topology.num_devices for number in sequences]
             return prune_destinations(model, None, rule=rule, topology=topology, homes=homes, count=False)
 
+        pruning = {**rule.describe(), "topology": topology.to_json(), "placement": "linear"}
         record_text(
-            model, tokenizer, text, setting.run, path, source=source, progress=progress,
-            pruning={**rule.describe(), "topology": topology.to_json(), "placement": "linear"} if rule.p else None,
-            around=around if rule.p else lambda sequences: nullcontext(),
+            model, tokenizer, self.text, self.setting.run, path, source=self.source, progress=self.progress,
+            pruning=pruning if rule.p else None, around=around if rule.p else lambda sequences: nullcontext(),
         )  # fmt: skip
 
-    def prepared() -> Any:
-        trace = RoutingTrace.load(folder / TRACE)
-        return driver.prepare(trace, topology, seed=setting.seed, progress=progress)
+    def _place(self, path: Path) -> None:
+        driver.place(self._prepared(), "cap", heldout=self.setting.heldout).save(path)
 
-    def place(path: Path) -> None:
-        driver.place(prepared(), "cap", heldout=setting.heldout).save(path)
-
-    def spectrum(path: Path) -> None:
+    def _spread(self, path: Path) -> None:
         with replacing_folder(path, INDEX) as temporary:
-            found = driver.spectrum(prepared(), setting.points, setting.method, setting.heldout)
+            setting = self.setting
+            found = driver.spectrum(self._prepared(), setting.points, setting.method, setting.heldout)
             write_spectrum(found, temporary)
 
-    timed_on = folder / CALIBRATED
-
-    def tune(path: Path) -> None:
-        command = [
-            "tune", "--trace", str(folder / TRACE), "--candidates", str(folder / SPECTRUM), "--model", setting.model,
-            "--topology", str(timed_on), "--out", str(folder / RESULT), "--report", str(path),
-            "--batch", f"{setting.batch}", "--rounds", f"{setting.rounds}", "--best", f"{setting.best}",
-            "--seed", f"{setting.seed}",
-        ]  # fmt: skip
-        start_ranks(topology.num_devices, [*command, *(["--emulate-compute"] if setting.emulate else [])])
-
-    def calibrate(path: Path) -> None:
+    def _calibrate(self, path: Path) -> None:
+        topology = self.topology
         if topology.compute_pair_s is not None:
             topology.save(path)
             return
         shape = f"{topology.num_nodes}x{topology.devices_per_node},inter={topology.inter_cost:g}"
-        start_ranks(topology.num_devices, ["calibrate", "--out", str(path), "--model", setting.model,
-                                           "--topology", shape])  # fmt: skip
+        command = ["calibrate", "--out", str(path), "--model", self.setting.model, "--topology", shape]
+        start_ranks(topology.num_devices, command)
 
-    model = {"model": _known(setting.model)}
-    text_digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    steps = [
-        Step("1-record", TRACE, {**given, **model, "text": text_digest, "run": asdict(setting.run),
-                                 "rule": rule.describe()}, record),
-        Step("2-place", START, {**given, "heldout": setting.heldout}, place),
-        Step("3-spectrum", SPECTRUM, {**given, "heldout": setting.heldout, "points": setting.points,
-                                      "method": setting.method}, spectrum),
-        Step("4-calibrate", CALIBRATED, {**given, **model}, calibrate),
-        Step("4-tune", REPORT, {**given, "batch": setting.batch, "rounds": setting.rounds, "best": setting.best,
-                                "emulate": setting.emulate, "result": RESULT}, tune),
-    ]  # fmt: skip
-    done = run_steps(folder, steps, told)
-    if not (folder / RESULT).is_file():  # the report stands, the placement was removed: what it was made of is there
-        picked_placement(folder).save(folder / RESULT)
-    return done
+    def _tune(self, path: Path) -> None:
+        folder, setting = self.folder, self.setting
+        command = [
+            "tune", "--trace", str(folder / TRACE), "--candidates", str(folder / SPECTRUM), "--model", setting.model,
+            "--topology", str(folder / CALIBRATED), "--out", str(folder / RESULT), "--report", str(path),
+            "--batch", f"{setting.batch}", "--rounds", f"{setting.rounds}", "--best", f"{setting.best}",
+            "--seed", f"{setting.seed}",
+        ]  # fmt: skip
+        start_ranks(self.topology.num_devices, [*command, *(["--emulate-compute"] if setting.emulate else [])])
+
+    def _prepared(self) -> Setting:
+        trace = RoutingTrace.load(self.folder / TRACE)
+        return driver.prepare(trace, self.topology, seed=self.setting.seed, progress=self.progress)
 
 
 def picked_placement(folder: Path) -> Placement:

@@ -24,7 +24,7 @@ from coterie.topology import Topology
 HIDDEN_SIZE, TOP_K = 2048, 6  # DeepSeek-V2-Lite's, as is
 LINK_TOKENS = (1, 8, 24, 64)
 HEADER_BYTES = 24  # that dispatch tells every other rank in every layer
-STEPS_A_ROUND = 2
+STEPS_A_ROUND = 1
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class Setting:
         thresholds: p of the pruning rules.
         batch: tokens of a rank in a step.
         layers: MoE layers that a step runs, evenly spaced over the model.
-        rounds: of two steps each, in which all cases take turns.
+        rounds: of one step each, in which all cases take turns.
         best: candidates besides the baselines that tuning times.
         seed: of placements.
     """
@@ -61,7 +61,7 @@ class Setting:
     seed: int = 0
 
     def quick(self) -> Setting:
-        """A small part of it: two machines, fewer lines, one round more than none."""
+        """A small part of it: two machines, fewer lines, layers and rounds."""
         chosen = tuple(name for name in self.machines if name in ("A", "cluster B")) or self.machines[:1]
         return replace(self, machines=chosen, points=3, thresholds=(0.2,), layers=2, rounds=2, best=2)
 
