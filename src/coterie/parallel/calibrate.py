@@ -9,7 +9,6 @@ Source: algorithms §6; the alpha-beta model of links.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -80,9 +79,9 @@ def calibrate(
     """
     require_ranks(comms, topology.num_devices, "a topology")
     stage = Stage(comms, shape.hidden_size, shape.dtype)
-    run = random_experts(shape, experts_per_device, seed=comms.rank) if experts is None else experts
+    made = random_experts(shape, experts_per_device, comms.rank, comms.device) if experts is None else experts
     compute = _measure(
-        comms, compute_pairs, repeats, lambda pairs: _time_experts(stage, run, int(pairs), experts_per_device),
+        comms, compute_pairs, repeats, lambda pairs: _time_experts(stage, made, int(pairs), experts_per_device),
         "timing experts", progress,
     )  # fmt: skip
     found: dict[str, Any] = {"compute": compute}
@@ -193,22 +192,24 @@ def _measure(
 
 def _time_experts(stage: Stage, run: Experts, pairs: int, count: int) -> float:
     """Seconds of so many pairs, spread evenly over a device's experts; all ranks compute at once."""
-    ids_R1 = (torch.arange(pairs) % count)[:, None]
-    received = Received(stage.states(pairs), ids_R1, torch.ones((pairs, 1)))
+    device = stage.comms.device
+    ids_R1 = (torch.arange(pairs, device=device) % count)[:, None]
+    received = Received(stage.states(pairs), ids_R1, torch.ones((pairs, 1), device=device))
     share(stage.comms, None)
-    started = time.perf_counter()
+    started = stage.now()
     run(received)
-    return time.perf_counter() - started
+    return stage.now() - started
 
 
 def _time_exchange(stage: Stage, topology: Topology, tokens: int, peers: NDArray[np.int64]) -> float:
     """Seconds of a dispatch of so many tokens to each of these ranks, and of the way back; no computation."""
-    num_devices = topology.num_devices
-    layer = LayerPlacement(0, torch.arange(num_devices), torch.zeros(num_devices, dtype=torch.int64), topology)
-    ids_TK = torch.from_numpy(peers).repeat(tokens, 1)
-    hidden_TH, weights_TK = stage.states(tokens), torch.ones(ids_TK.shape)
+    num_devices, device = topology.num_devices, stage.comms.device
+    device_E = torch.arange(num_devices, device=device)
+    layer = LayerPlacement(0, device_E, torch.zeros_like(device_E), topology)
+    ids_TK = torch.tensor(peers, device=device).repeat(tokens, 1)
+    hidden_TH, weights_TK = stage.states(tokens), torch.ones(ids_TK.shape, device=device)
     share(stage.comms, None)
-    started = time.perf_counter()
+    started = stage.now()
     received, handle = dispatch(hidden_TH, ids_TK, weights_TK, layer, stage.comms)
     combine(received.hidden_RH, handle)
-    return time.perf_counter() - started
+    return stage.now() - started

@@ -43,13 +43,13 @@ class ExpertShape:
     dtype: torch.dtype
 
 
-def random_experts(shape: ExpertShape, count: int, seed: int = 0) -> Experts:
+def random_experts(shape: ExpertShape, count: int, seed: int = 0, device: torch.device | str = "cpu") -> Experts:
     """Real experts with random weights: as many as a device holds in one layer, used for every layer."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
         values: Tensor = torch.randn(size, generator=generator) * shape.hidden_size**-0.5
-        return values.to(shape.dtype)
+        return values.to(device, shape.dtype)
 
     def gate(both: Tensor) -> Any:
         left, right = both.chunk(2, dim=-1)
@@ -116,8 +116,15 @@ class Stage:
         self._generator = torch.Generator().manual_seed(seed + comms.rank)
 
     def states(self, tokens: int) -> Tensor:
-        """Random states of so many tokens, [T, H]."""
-        return torch.randn((tokens, self._hidden_size), generator=self._generator).to(self._dtype)
+        """Random states of so many tokens, [T, H], where this rank computes."""
+        states = torch.randn((tokens, self._hidden_size), generator=self._generator)
+        return states.to(self.comms.device, self._dtype)
+
+    def now(self) -> float:
+        """Seconds, once this rank's device has done what it was given."""
+        if self.comms.device.type == "cuda":
+            torch.cuda.synchronize(self.comms.device)
+        return time.perf_counter()
 
     def time_steps(self, replay: Replay, placement: Placement, experts: Experts, steps: Sequence[int]) -> StepTimes:
         """Run these steps one after another; every rank gets the same figures.
@@ -140,16 +147,16 @@ class Stage:
             overhead -= sum(self.comms.sent_bytes_G)
             share(self.comms, None)  # all start together
             overhead += sum(self.comms.sent_bytes_G)
-            started = time.perf_counter()
+            started = self.now()
             compute_L = []
             for layer, (ids_TK, weights_TK) in zip(layers, inputs, strict=True):
                 received, handle = dispatch(hidden_TH, ids_TK, weights_TK, layer, self.comms)
-                began = time.perf_counter()
+                began = self.now()
                 outputs_RH = experts(received)
-                compute_L.append(time.perf_counter() - began)
+                compute_L.append(self.now() - began)
                 combine(outputs_RH, handle)
                 copies += sum(handle.sent) - handle.sent[self.comms.rank]
-            seconds.append(time.perf_counter() - started)
+            seconds.append(self.now() - started)
             compute_SL.append(compute_L)
         sent = sum(self.comms.sent_bytes_G) - sum(before) - overhead
         said = share(self.comms, [seconds, compute_SL, sent, copies])
@@ -163,7 +170,10 @@ class Stage:
         rank, part = self.comms.rank, slice(step * replay.batch, (step + 1) * replay.batch)
         ids = np.where(replay.kept_LGTK[:, rank, part], replay.ids_LGTK[:, rank, part], -1)
         weights = replay.weights_LGTK[:, rank, part]
-        return [(torch.from_numpy(i), torch.from_numpy(w.copy())) for i, w in zip(ids, weights, strict=True)]
+        device = self.comms.device
+        return [
+            (torch.tensor(i, device=device), torch.tensor(w, device=device)) for i, w in zip(ids, weights, strict=True)
+        ]
 
 
 def require_ranks(comms: Comms, num_devices: int, what: str) -> None:

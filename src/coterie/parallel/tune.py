@@ -95,7 +95,7 @@ def tune(
         float(np.mean([time.total for time in replay.predict(model, each.placement.device_of_expert(), steps)]))
         for each in candidates
     ]
-    experts = _experts(topology, shape, spec, setting, comms.rank)
+    experts = _experts(comms, topology, shape, spec, setting)
 
     def timer(indices: Sequence[int]) -> NDArray[np.float64]:
         chosen = [candidates[index].placement for index in indices]
@@ -151,7 +151,7 @@ def share_candidates(
     ]
 
 
-def _experts(topology: Topology, shape: ExpertShape, spec: MoESpec, setting: TuneSetting, rank: int) -> Experts:
+def _experts(comms: Comms, topology: Topology, shape: ExpertShape, spec: MoESpec, setting: TuneSetting) -> Experts:
     if setting.emulate:
         return emulated_experts(topology.compute_base_s or 0.0, topology.compute_pair_s or 0.0)
-    return random_experts(shape, int(topology.slots(spec.num_experts)[rank]), seed=rank)
+    return random_experts(shape, int(topology.slots(spec.num_experts)[comms.rank]), comms.rank, comms.device)
