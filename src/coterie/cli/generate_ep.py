@@ -162,9 +162,9 @@ class _Asked:
         versions = {module.__name__: str(module.__version__) for module in modules}
         told = None if rule is None else {key: value for key, value in rule.describe().items() if key != "theta"}
         return {
-            "model": self.model, "ranks": comms.size, "topology": placed.topology.to_json(), "device": str(comms.device),
-            "placement": dict(placed.method), "prune": told, "two_hop": self.two_hop, "dtype": self.dtype,
-            "versions": versions,
+            "model": self.model, "ranks": comms.size, "topology": placed.topology.to_json(),
+            "device": str(comms.device), "placement": dict(placed.method), "prune": told, "two_hop": self.two_hop,
+            "dtype": self.dtype, "versions": versions,
         }  # fmt: skip
 
 
