@@ -118,16 +118,12 @@ def _run_machines(
     links, team = parts
     compute: dict[str, tuple[float, float]] = {}
     for machine in these:
-        links.shape(machine.rates)
-        bench = Bench(links, team, machine.topology, folder)
-        bench.calibrate_links(repeats=5)
-        if machine.share is not None or machine.like not in compute:
-            compute[machine.name] = scaled_experts(
-                bench.topology, candidates[0], routing, expert_line, machine.share or 0.5
-            )
-        else:
-            compute[machine.name] = compute[machine.like]
-        base, pair = compute[machine.name]
+        origin = next(each for each in MACHINES if each.name == (machine.like or machine.name))
+        if origin.name not in compute:  # its links tell how fast the experts of both are
+            measured = _calibrated(origin, links, team, folder).topology
+            compute[origin.name] = scaled_experts(measured, candidates[0], routing, expert_line, origin.share or 0.5)
+        bench = _calibrated(machine, links, team, folder)
+        base, pair = compute[origin.name]
         bench.topology = replace(bench.topology, compute_base_s=base, compute_pair_s=pair)
         cases = unpruned(candidates, routing)
         choice = bench.tune(cases, routing.fit, max(3, setting.rounds), setting.best)
@@ -144,10 +140,21 @@ def _run_machines(
         })  # fmt: skip
 
 
+def _calibrated(machine: Machine, links: Network, team: Workers, folder: Path) -> Bench:
+    """The machine's links, shaped and measured."""
+    links.shape(machine.rates)
+    bench = Bench(links, team, machine.topology, folder)
+    bench.calibrate_links(repeats=5)
+    return bench
+
+
 def _lossy(machine: Machine, pick: Candidate, routing: Routing, setting: Setting) -> list[Case]:
-    """What is pruned on a machine: every rule on one node, two costs of crossing on two."""
+    """What is pruned on a machine: rules on one node, all of them on A; two costs of crossing on two nodes."""
     if machine.topology.num_nodes == 1:
-        return pruned(pick.placement, routing, setting.thresholds)
+        if machine.name == "A":  # Fig. 14 is of node A
+            return pruned(pick.placement, routing, setting.thresholds)
+        ends = sorted({setting.thresholds[0], setting.thresholds[-1]}) if setting.thresholds else []
+        return pruned(pick.placement, routing, ends, ("cap", "priced"))
     return at_link_costs(pick.placement, routing, TABLE_II_P, (1.0, 5.0))
 
 

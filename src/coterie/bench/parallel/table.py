@@ -165,5 +165,5 @@ def _check(machine: str, what: str, value: float, asked: float, shown: str) -> d
 ABOUT = (
     f"hidden size {HIDDEN_SIZE} in bfloat16, as DeepSeek-V2-Lite; experts' time is modelled and slept through, not "
     "computed (8 devices do not fit the cores here); links are emulated: network namespaces, rates set by tc; "
-    "priced drops as much (mean squared weight, earlier half) as CAP's rule at p: equal loss as far as routing tells"
+    "priced loses as much routing weight (with squares: squared weight) on the earlier half as CAP's rule at p"
 )

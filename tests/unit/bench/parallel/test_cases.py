@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coterie.bench.parallel.cases import Case, Routing, at_link_costs, candidates_of, pruned, unpruned
+from coterie.bench.parallel.cases import RULES, Case, Routing, at_link_costs, candidates_of, pruned, unpruned
 from coterie.bench.parallel.machines import MACHINES
 from coterie.bench.parallel.measure import Timings
 from coterie.bench.parallel.run import Setting, machines, scaled_experts
@@ -47,7 +47,7 @@ def test_every_rule_at_every_threshold(routing: Routing) -> None:
     pick = candidates_of(routing, Topology(1, 4), 2, seed=0)[3]
     assert pick.name == "ours-0"
     found = pruned(pick.placement, routing, (0.1, 0.3))
-    assert [(case.rule, case.p) for case in found] == [(r, p) for p in (0.1, 0.3) for r in ("naive", "cap", "priced")]
+    assert [(case.rule, case.p) for case in found] == [(r, p) for p in (0.1, 0.3) for r in RULES]
     for case in found:
         assert case.replay.kept_weight() < 1
         assert case.name == f"ours, {case.rule} {case.p:g}"
@@ -95,7 +95,7 @@ def test_the_table_and_its_targets(routing: Routing) -> None:
     candidates = candidates_of(routing, Topology(1, 4), 2, seed=0)
     cases = unpruned(candidates, routing) + pruned(candidates[3].placement, routing, (0.2, 0.3))
     made = {"linear": 1.0, "eplb": 0.9, "cap": 0.8, "ours-0": 0.7, "ours-1": 0.75}
-    lossy = {"naive": 0.68, "cap": 0.6, "priced": 0.58}
+    lossy = {"naive": 0.68, "cap": 0.6, "priced": 0.58, "priced, squares": 0.6}
     times = [timings(made[case.placement] if case.rule == "none" else lossy[case.rule]) for case in cases]
     rows = rows_of("A", NODE, cases, times)
     rows.append({**find(rows, "A", "ours-0"), "placement": "ours", "point": "ours-0"})
