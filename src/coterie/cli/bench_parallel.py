@@ -83,10 +83,15 @@ def _show(result: dict[str, Any]) -> None:
         slower = about["expert_slowdown"]
         say(f"{name}: {about['stands_for']}; {links}; experts {slower:.2f} times as slow as one core here")
         table(
-            ["", "tokens/s", "predicted", "vs linear", "predicted", "vs eplb", "remote devices", "remote peak",
-             "other nodes", "kept weight", "MB a step", "headers"],
+            ["", "tokens/s", "model", "x linear", "model", "x eplb", "remote", "peak", "nodes", "weight", "MB",
+             "headers"],
             [_line(row) for row in rows],
         )  # fmt: skip
+    say(
+        "x: speed over that placement, median over rounds; model: what the step-time model predicts\n"
+        "remote: other devices a token visits; peak: share of the tokens that visit the busiest one; nodes: other nodes "
+        "a token visits\nweight: routing weight kept; MB: on all links in a step; headers: beyond what ranks sent"
+    )
     for each in result["tuning"]:
         beaten = "" if each["beats_linear"] else "; nothing beats linear"
         say(f"{each['class']}: tuned on the earlier half, picks {each['pick']}{beaten}")
