@@ -89,8 +89,8 @@ def _show(result: dict[str, Any]) -> None:
         )  # fmt: skip
     say(
         "x: speed over that placement, median over rounds; model: what the step-time model predicts\n"
-        "remote: other devices a token visits; peak: share of the tokens that visit the busiest one; nodes: other nodes "
-        "a token visits\nweight: routing weight kept; MB: on all links in a step; headers: beyond what ranks sent"
+        "remote: other devices a token visits; peak: share of the tokens that visit the busiest one; nodes: others a "
+        "token visits\nweight: routing weight kept; MB: on all links in a step; headers: beyond what ranks sent"
     )
     for each in result["tuning"]:
         beaten = "" if each["beats_linear"] else "; nothing beats linear"
