@@ -70,7 +70,8 @@ def pack_store(
     _check_space(out, (layout.num_records - done) * layout.record_bytes + sum(each.nbytes for each in rest.values()))
     resumed = done
     try:
-        _write_skeleton(out / SKELETON_FOLDER, source, tensors, rest, config)
+        moved = {} if order_LEI is None else records.ordered_biases(order_LEI)
+        _write_skeleton(out / SKELETON_FOLDER, source, tensors, rest, moved, config)
         with (out / EXPERTS_FILE).open("r+b") as experts, (out / CHECKSUMS_FILE).open("r+b") as journal:
             experts.truncate(done * layout.record_bytes)
             journal.truncate(done * layout.blocks * 4)
@@ -145,9 +146,9 @@ def _fingerprint(tensors: Mapping[str, StoredTensor]) -> str:
 
 def _write_skeleton(
     folder: Path, source: Path, tensors: Mapping[str, StoredTensor], rest: Mapping[str, StoredTensor],
-    config: Mapping[str, Any],
+    moved: Mapping[str, NDArray[Any]], config: Mapping[str, Any],
 ) -> None:  # fmt: skip
-    """Everything but the experts: the tensors in one file, and the small files as they are."""
+    """Everything but the experts' weights: the tensors in one file, some `moved`, and the small files as they are."""
     folder.mkdir(exist_ok=True)
     copied, _ = other_files(source, sorted({tensor.file for tensor in tensors.values()}))
     for file in copied:
@@ -158,7 +159,10 @@ def _write_skeleton(
     write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
     with (folder / SINGLE_FILE).open("wb") as writer:
         writer.write(_safetensors_header(rest.items()))
-        for tensor in rest.values():
+        for name, tensor in rest.items():
+            if name in moved:
+                writer.write(moved[name].tobytes())
+                continue
             with tensor.file.open("rb") as reader:
                 reader.seek(tensor.start)
                 copy_bytes(reader, writer, tensor.nbytes)

@@ -76,13 +76,16 @@ def offload(
     from coterie.offloading.link import Link
     from coterie.offloading.memory import ExpertMemory
     from coterie.offloading.runtime import Runtime
+    from coterie.ops.neuron_records import biases_of, gate_of
 
     chosen = _widths(model, opened, widths)
     link = Link(opened, threads, direct, bandwidth, timeline)
-    gates: list[Any] = [layer.experts._apply_gate for layer in layers]
+    gates = [gate_of(layer.experts) for layer in layers]
+    biases = [biases_of(layer.experts) for layer in layers]
     cache, memory = ExpertCache(shape, blocks, evictions), ExpertMemory(layout, poison=check)
     runtime = Runtime(
-        opened, cache, memory, link, gates, chosen, schedule, timeout, ahead, check, timeline, bandwidth
+        opened, cache, memory, link, gates, chosen, schedule, timeout, ahead, check, timeline, bandwidth,
+        biases,
     )  # fmt: skip
     for layer in layers:
         _replace_forward(layer, runtime)

@@ -26,11 +26,10 @@ from coterie.offloading.memory import ExpertMemory
 from coterie.offloading.stats import OffloadStats
 from coterie.offloading.timeline import COMPUTE, WAIT, Timeline
 from coterie.ops.gated_ffn import SlotGroups
-from coterie.ops.neuron_records import run_record
+from coterie.ops.neuron_records import Biases, Gate, run_record
 from coterie.policies.cache import Decision, ExpertCache
 from coterie.policies.schedule import get_schedule
 
-Gate = Callable[[Tensor], Tensor]
 Widths = Callable[[int, Tensor, Tensor], Tensor]
 _REMEMBERED = 0.8  # of a rate, from one measurement to the next
 
@@ -56,18 +55,22 @@ class Runtime:
         ahead: begin to read what the next layer probably needs while the link is idle.
         check: compare every expert's output with one from a fresh copy of its weights: slow, for tests.
         timeline: told of every computation and wait.
+        emulated_bandwidth: of the link, bytes per second, to be told; None: it is real.
+        biases: each layer's; None: no expert has any.
     """
 
     def __init__(
         self, store: ExpertStore, cache: ExpertCache, memory: ExpertMemory, link: Link, gates: Sequence[Gate],
         widths: Widths | None = None, schedule: str = "johnson", timeout: float = 60.0, ahead: bool = False,
         check: bool = False, timeline: Timeline | None = None, emulated_bandwidth: float | None = None,
+        biases: Sequence[Biases | None] | None = None,
     ) -> None:  # fmt: skip
         if not timeout > 0:
             raise ConfigError(f"timeout = {timeout}; it must be positive")
         self._store, self._cache, self._memory, self._link = store, cache, memory, link
         self._layout: StoreLayout = store.layout
         self._gates, self._widths, self._order = gates, widths, get_schedule(schedule)
+        self._biases = biases if biases is not None else [None] * store.layout.num_layers
         self._timeout, self._check, self._timeline = timeout, check, timeline
         self._flying: dict[tuple[int, int], list[Load]] = {}
         self._ahead = Ahead(cache) if ahead and store.layout.num_layers > 1 else None
@@ -260,12 +263,13 @@ class Runtime:
         """The outputs of an expert's groups."""
         began = time.perf_counter()
         record, gate = self._memory.record(visit.layer, expert), self._gates[visit.layer]
+        biases = self._biases[visit.layer]
 
         def run(_: int, width: int, x_NH: Tensor, width_N: Tensor | None) -> Tensor:
-            output = run_record(record, width, gate, x_NH, width_N)
+            output = run_record(record, width, gate, x_NH, width_N, biases, expert)
             if self._check:
                 fresh = self._fresh(visit.layer, expert, width)
-                if not torch.equal(output, run_record(fresh, width, gate, x_NH, width_N)):
+                if not torch.equal(output, run_record(fresh, width, gate, x_NH, width_N, biases, expert)):
                     raise CheckpointError(
                         f"layer {visit.layer}, expert {expert} was computed with other weights than the store's; "
                         "report this"
