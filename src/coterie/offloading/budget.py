@@ -7,25 +7,29 @@ from coterie.errors import BudgetError, ConfigError
 from coterie.units import format_bytes, parse_bytes, parse_fraction
 
 
-def budget_blocks(budget: str | int | float, layout: StoreLayout, free_bytes: int) -> int:
+def budget_blocks(budget: str | int | float, layout: StoreLayout, free_bytes: int, widest: int | None = None) -> int:
     """How many blocks of neurons may be in memory at any moment.
 
     Args:
         budget: bytes ("6GiB", or an integer), or a share of all experts ("20%", or a float within 0 and 1).
         layout: of the store.
         free_bytes: memory that can be taken.
+        widest: neurons that an expert runs at most; None: all.
 
     Raises:
-        BudgetError: when it holds no whole expert, or is more than the free memory.
+        BudgetError: when it does not hold one expert that wide, or is more than the free memory.
         ConfigError: when it is neither.
     """
     total = layout.num_records * layout.blocks
-    smallest = layout.blocks
+    smallest = layout.blocks if widest is None else max(1, layout.blocks_of(widest))
     blocks, asked = _parse(budget, layout, total)
     if blocks < smallest:
         needed, share = smallest * layout.block_bytes, smallest / total
+        narrow = (
+            "" if smallest == layout.blocks else f" as wide as the plan runs any ({widest} of {layout.width} neurons)"
+        )
         raise BudgetError(
-            f"a budget of {asked} is too small: the smallest workable one holds one expert, {needed:,} bytes "
+            f"a budget of {asked} is too small: the smallest workable one holds one expert{narrow}, {needed:,} bytes "
             f"({format_bytes(needed)}, {share:.2%} of all experts)"
         )
     taken = min(blocks, total) * layout.block_bytes

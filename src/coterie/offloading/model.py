@@ -21,6 +21,7 @@ from coterie.policies.eviction import CacheShape
 from coterie.policies.registry import DEFAULT, make_policy
 from coterie.policies.schedule import get_schedule
 from coterie.pruning.width_plan import WidthPlan
+from coterie.pruning.widths import widest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,7 +62,8 @@ def offload(
 
     Raises:
         BackendUnavailable: without torch or transformers.
-        BudgetError: when the budget holds no expert, or exceeds the free memory.
+        BudgetError: when the budget holds no expert as wide as the plan runs any (whole, where `widths` is a function),
+            or exceeds the free memory.
         CheckpointError: for a store that is unfinished, damaged, or not of its skeleton.
         ConfigError: for an unknown policy or schedule, or widths of another model or order.
     """
@@ -69,7 +71,7 @@ def offload(
     layout = opened.layout
     shape = CacheShape(layout.num_layers, layout.num_experts, layout.blocks)
     evictions, _ = make_policy(policy, shape), get_schedule(schedule)
-    blocks = budget_blocks(budget, layout, available_bytes())
+    blocks = budget_blocks(budget, layout, available_bytes(), widest(widths) if isinstance(widths, WidthPlan) else None)
     model = load_skeleton(opened.skeleton)
     layers = find_moe_layers(model)
     _require_same(model, layers, opened)

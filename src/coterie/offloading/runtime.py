@@ -138,9 +138,10 @@ class Runtime:
             while pending and self._admit(visit, pending[0]):
                 admitted.append(pending.popleft())
             if not admitted:
+                needed = visit.need[pending[0]] * self._layout.block_bytes
                 raise BudgetError(
-                    f"a budget of {self._stats.budget_bytes:,} bytes holds no expert of layer {visit.layer} now; the "
-                    f"smallest workable one is {self._layout.blocks * self._layout.block_bytes:,} bytes"
+                    f"a budget of {self._stats.budget_bytes:,} bytes does not hold expert {pending[0]} of layer "
+                    f"{visit.layer}, {needed:,} bytes as wide as it runs; the smallest workable one holds that"
                 )
             expert = next((each for each in admitted if self._is_here(visit.layer, each)), admitted[0])
             admitted.remove(expert)

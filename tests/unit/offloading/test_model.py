@@ -195,6 +195,26 @@ def test_budgets_that_cannot_be(budget: Any, error: type[Exception], message: st
         offload(budget)
 
 
+def test_a_narrow_plan_needs_no_room_for_a_whole_expert(offload: Any, small: Any, prompts: Any) -> None:
+    import torch
+
+    from coterie.pruning.width_planning import plan_widths
+
+    plan, block = plan_widths(small.profile, "uniform", bytes=0.25), 16 * 3 * 64 * 4  # 64 of 256 neurons: 4 blocks
+    narrow, roomy = offload(4 * block, plan, check=True), offload("100%", plan)
+    assert torch.equal(logits(narrow, prompts), logits(roomy, prompts))
+    assert narrow.stats().peak_expert_bytes == 4 * block
+    message = r"holds one expert as wide as the plan runs any \(64 of 256 neurons\), 49,152 bytes"
+    with pytest.raises(BudgetError, match=message):
+        offload(4 * block - 1, plan)
+    with pytest.raises(BudgetError, match="holds one expert, 196,608 bytes"):
+        offload(4 * block)
+    with pytest.raises(
+        BudgetError, match="holds one expert, 196,608 bytes"
+    ):  # what a function says is not known before
+        offload(4 * block, lambda layer, ids, weights: torch.full_like(ids, 64))
+
+
 def test_a_budget_beyond_the_free_memory_is_refused(offload: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coterie.offloading.model.available_bytes", lambda: 10**6)
     with pytest.raises(BudgetError, match=r"1,000,000 .* of memory are free; choose a smaller one"):
