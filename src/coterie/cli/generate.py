@@ -52,6 +52,9 @@ def generate(
     timeline: Annotated[
         Path | None, typer.Option(help="Write every load and computation as a Chrome trace, .json.")
     ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the last token's loads and computations, .html; needs coterie[report].")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Continue prompts with the experts read from the store as they are needed."""
@@ -64,9 +67,9 @@ def generate(
 
     sampling = Sampling(tokens, temperature, top_p, seed)
     asked = _asked(prompt, prompts, out, as_json)
-    recorder: Timeline | None = None if timeline is None else Timeline()
+    recorder: Timeline | None = None if timeline is None and picture is None else Timeline()
     with ExitStack() as files, warnings_as_notes():
-        _require_place(timeline)
+        _require_places(timeline, picture)
         plan = None if widths is None else load_plan(widths)
         rate = None if bandwidth is None else parse_bandwidth(bandwidth)
         tokenizer, ids = _tokens(store, asked, sampling)
@@ -85,6 +88,8 @@ def generate(
         text, result = _continue(model, tokenizer, asked, ids, sampling, batch, sink)
     if recorder is not None and timeline is not None:
         recorder.write(timeline)
+    if recorder is not None and picture is not None:
+        _draw(recorder, picture, store, model.stats())
     about = {"store": str(store), "budget": budget, "batch": batch, **vars(sampling), "versions": _versions()}
     if as_json:
         emit_json({**about, **({"text": text} if prompts is None else {"out": str(out)}), **result})
@@ -129,13 +134,17 @@ def _tokens(store: Path, asked: Sequence[Prompt], sampling: Sampling) -> tuple[A
     return tokenizer, ids
 
 
-def _require_place(path: Path | None) -> None:
-    """Refuse a file that cannot be written, before the work."""
+def _require_places(timeline: Path | None, picture: Path | None) -> None:
+    """Refuse files that cannot be written, and a picture that cannot be drawn, before the work."""
     from coterie.files import replacing
+    from coterie.report.page import graph_objects
 
-    if path is not None:
-        with replacing(path) as place:
-            place.write_text("{}", encoding="utf-8")
+    if picture is not None:
+        graph_objects()
+    for path in (timeline, picture):
+        if path is not None:
+            with replacing(path) as place:
+                place.write_text("{}", encoding="utf-8")
 
 
 def _sink(files: ExitStack, prompts: Path | None, out: Path | None) -> TextIO | None:
@@ -175,6 +184,19 @@ def _continue(
         "prompts": done, "prompt_tokens": sum(map(len, ids)), "tokens": counted, "seconds": seconds,
         "tokens_per_s": counted / seconds, **model.stats().to_json(),
     }  # fmt: skip
+
+
+def _draw(recorder: Timeline, picture: Path, store: Path, stats: OffloadStats) -> None:
+    from coterie.report.token_timeline import token_page
+    from coterie.units import format_bytes
+
+    notes = [
+        f"{store}, {format_bytes(stats.budget_bytes)} for experts, policy {stats.policy}, schedule {stats.schedule}. "
+        f"Made with {', '.join(f'{name} {number}' for name, number in _versions().items())}."
+    ]
+    if stats.emulated_bandwidth is not None:
+        notes.append(f"Reads at an emulated {stats.emulated_bandwidth / 1e9:g} GB/s: times are an emulation's.")
+    token_page(recorder.last_token(), notes).save(picture)
 
 
 def _versions() -> dict[str, str]:

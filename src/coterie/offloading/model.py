@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from coterie.models.layers import MoELayer, find_moe_layers
 from coterie.models.memory import available_bytes
 from coterie.models.skeleton import load_skeleton
 from coterie.offloading.budget import budget_blocks
-from coterie.offloading.timeline import Timeline
+from coterie.offloading.timeline import LAYER, Timeline
 from coterie.policies.cache import ExpertCache
 from coterie.policies.eviction import CacheShape
 from coterie.policies.registry import DEFAULT, make_policy
@@ -90,7 +91,7 @@ def offload(
         biases,
     )  # fmt: skip
     for layer in layers:
-        _replace_forward(layer, runtime)
+        _replace_forward(layer, runtime, timeline)
     model.stats, model.close = runtime.stats, runtime.close
     weakref.finalize(model, runtime.close)
     return model
@@ -126,7 +127,7 @@ def _widths(model: Any, store: ExpertStore, widths: WidthPlan | Widths | None) -
     return WidthTables.of(widths).widths
 
 
-def _replace_forward(layer: MoELayer, runtime: Runtime) -> None:
+def _replace_forward(layer: MoELayer, runtime: Runtime, timeline: Timeline | None) -> None:
     """The experts run from the store; hooks run as ever, since they are called around it."""
     experts: Any = layer.experts
     index = layer.index
@@ -134,6 +135,10 @@ def _replace_forward(layer: MoELayer, runtime: Runtime) -> None:
     @functools.wraps(experts.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
         hidden_TH, ids_TK, weights_TK = (*args, *kwargs.values())
-        return runtime.run(index, hidden_TH, ids_TK, weights_TK)
+        began = time.perf_counter()
+        output = runtime.run(index, hidden_TH, ids_TK, weights_TK)
+        if timeline is not None:
+            timeline.add(LAYER, f"layer {index}", began, time.perf_counter(), rows=len(hidden_TH))
+        return output
 
     experts.forward = forward

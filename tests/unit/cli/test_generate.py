@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +129,29 @@ def test_results_are_written_whole_or_not_at_all(
     assert (code, out) == (2, "")
     assert "Input/output error; check the disk" in err
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
+
+
+@pytest.mark.needs("plotly")
+def test_the_last_token_as_a_picture(run: Any, tmp_path: Path) -> None:
+    page, trace = tmp_path / "t.html", tmp_path / "t.json"
+    words = ("--prompt", "abc", "--tokens", 3, "--picture", page)
+    code, _, _ = run(*words, "--timeline", trace, "--bandwidth", "50MB/s")
+    assert code == 0
+    text = page.read_text()
+    assert "Plotly.newPlot" in text
+    assert "3 MoE layers, of one token" in text
+    assert "an emulated 0.05 GB/s: times are an emulation" in text
+    assert {"layer", "link", "compute"} <= {each.get("cat") for each in json.loads(trace.read_text())["traceEvents"]}
+    code, out, err = run("--prompt", "abc", "--picture", tmp_path / "no" / "t.html")
+    assert (code, out) == (2, "")
+    assert "choose a folder that exists and is writable" in err
+
+
+def test_a_picture_without_plotly_is_refused_before_the_work(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    code, out, err = run("--prompt", "abc", "--picture", tmp_path / "t.html")
+    assert (code, out) == (2, "")
+    assert "figures need plotly; pip install 'coterie[report]'" in err
+    assert not list(tmp_path.iterdir())
