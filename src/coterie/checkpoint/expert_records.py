@@ -118,7 +118,10 @@ class ExpertRecords:
 def _values(tensor: StoredTensor, start: int, nbytes: int) -> NDArray[Any]:
     """Elements of a tensor, as unsigned integers."""
     element = np.dtype(f"u{FLOAT_BYTES[tensor.dtype]}")
-    values = np.fromfile(tensor.file, element, nbytes // element.itemsize, offset=start)
+    try:
+        values = np.fromfile(tensor.file, element, nbytes // element.itemsize, offset=start)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {tensor.file}: {error.strerror or error}; check the disk") from error
     if values.nbytes < nbytes:
         raise CheckpointError(f"{tensor.file} became shorter while it was read; download it again")
     return values

@@ -30,7 +30,7 @@ from coterie.checkpoint.expert_store import (
 from coterie.checkpoint.reorder import copy_bytes, other_files
 from coterie.checkpoint.safetensors_io import SINGLE_FILE, StoredTensor
 from coterie.checkpoint.store_layout import StoreLayout
-from coterie.errors import ConfigError
+from coterie.errors import CheckpointError, ConfigError
 from coterie.files import parse_json, read_text, write_text
 from coterie.progress import Progress, silent
 from coterie.units import format_bytes
@@ -98,6 +98,22 @@ def is_finished(out: Path) -> bool:
     return (out / HEADER_FILE).is_file()
 
 
+def experts_packed(out: Path) -> tuple[int, int] | None:
+    """How many experts of an unfinished store are packed, and of how many; None where there is none."""
+    try:
+        layout = StoreLayout(**json.loads((out / PACKING_FILE).read_text(encoding="utf-8"))["layout"])
+        return _written(out, layout), layout.num_records
+    except (OSError, ValueError, KeyError, TypeError, CheckpointError):
+        return None
+
+
+def _written(out: Path, layout: StoreLayout) -> int:
+    return min(
+        (out / CHECKSUMS_FILE).stat().st_size // (layout.blocks * 4),
+        (out / EXPERTS_FILE).stat().st_size // layout.record_bytes,
+    )
+
+
 def _append(experts: BinaryIO, journal: BinaryIO, record_I3H: NDArray[Any], layout: StoreLayout) -> None:
     """Write one record, then, when it is on the disk, its checksums."""
     padded = np.zeros(layout.record_bytes, np.uint8)
@@ -131,11 +147,7 @@ def _begin(out: Path, header: StoreHeader, fingerprint: str) -> int:
         raise ConfigError(f"{out} holds an unfinished store of another model or order; remove it or name a new folder")
     for name in (EXPERTS_FILE, CHECKSUMS_FILE):
         (out / name).touch()
-    layout = header.layout
-    return min(
-        (out / CHECKSUMS_FILE).stat().st_size // (layout.blocks * 4),
-        (out / EXPERTS_FILE).stat().st_size // layout.record_bytes,
-    )
+    return _written(out, header.layout)
 
 
 def _fingerprint(tensors: Mapping[str, StoredTensor]) -> str:

@@ -9,6 +9,7 @@ import typer
 
 import coterie
 from coterie.cli import demo, evaluate, export, place, profile, record, study, trace_prune, widths
+from coterie.cli.common import Interrupted
 from coterie.cli.generate import generate
 from coterie.cli.model_info import model_info
 from coterie.cli.pack import pack
@@ -88,6 +89,8 @@ def main() -> None:
         _fail(error.format_message(), 2)
     except (CoterieError, OSError) as error:
         _fail(str(error), 2)
+    except Interrupted as stopped:
+        _fail(f"interrupted; {stopped}", INTERRUPTED)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     if code == INTERRUPTED:  # what typer itself returns for Ctrl-C, without a word
