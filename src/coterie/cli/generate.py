@@ -49,6 +49,9 @@ def generate(
     ahead: Annotated[
         bool, typer.Option("--ahead", help="Read what the next layer probably needs while the disk is idle.")
     ] = False,
+    device: Annotated[
+        str | None, typer.Option(help="cuda or cuda:1, experimental: never run on a GPU yet. The budget is its memory.")
+    ] = None,
     timeline: Annotated[
         Path | None, typer.Option(help="Write every load and computation as a Chrome trace, .json.")
     ] = None,
@@ -83,6 +86,7 @@ def generate(
             bandwidth=rate,
             ahead=ahead,
             timeline=recorder,
+            device=device,
         )
         files.callback(model.close)
         text, result = _continue(model, tokenizer, asked, ids, sampling, batch, sink)

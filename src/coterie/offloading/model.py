@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from coterie.checkpoint.expert_store import ExpertStore, open_store
 from coterie.errors import CheckpointError, ConfigError
+from coterie.models.backend import import_transformers
 from coterie.models.identity import ORDER_KEY, identity_of, order_digest
 from coterie.models.layers import MoELayer, find_moe_layers
-from coterie.models.memory import available_bytes
 from coterie.models.skeleton import load_skeleton
 from coterie.offloading.budget import budget_blocks
 from coterie.offloading.timeline import LAYER, Timeline
@@ -27,6 +27,7 @@ from coterie.pruning.widths import widest
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from coterie.offloading.device import Device
     from coterie.offloading.runtime import Runtime
 
 Widths: TypeAlias = "Callable[[int, Tensor, Tensor], Tensor]"
@@ -37,6 +38,7 @@ def offload(
     store: str | Path, budget: str | int | float, widths: WidthPlan | Widths | None = None, *, policy: str = DEFAULT,
     schedule: str = "johnson", threads: int = 2, direct: bool = True, bandwidth: float | None = None,
     timeout: float = 60.0, ahead: bool = False, check: bool = False, timeline: Timeline | None = None,
+    device: str | Device | None = None,
 ) -> Any:  # fmt: skip
     """A model that runs as usual, its experts read from a store as they are needed and kept as a budget allows.
 
@@ -60,9 +62,12 @@ def offload(
         check: for tests: poison memory that holds nothing, and compute every expert twice, the second time from
             freshly read weights.
         timeline: filled with every load, computation and wait.
+        device: "cuda" or "cuda:1" (experimental: it has not run on a GPU yet): everything but the experts is there, and
+            the budget is of its memory, pinned staging on the host and room to copy one expert together included.
+            None: the CPU, where experts are computed from where they were read to.
 
     Raises:
-        BackendUnavailable: without torch or transformers.
+        BackendUnavailable: without torch or transformers, or such a device.
         BudgetError: when the budget holds no expert as wide as the plan runs any (whole, where `widths` is a function),
             or exceeds the free memory.
         CheckpointError: for a store that is unfinished, damaged, or not of its skeleton.
@@ -72,20 +77,22 @@ def offload(
     layout = opened.layout
     shape = CacheShape(layout.num_layers, layout.num_experts, layout.blocks)
     evictions, _ = make_policy(policy, shape), get_schedule(schedule)
-    blocks = budget_blocks(budget, layout, available_bytes(), widest(widths) if isinstance(widths, WidthPlan) else None)
-    model = load_skeleton(opened.skeleton)
-    layers = find_moe_layers(model)
-    _require_same(model, layers, opened)
-    from coterie.offloading.link import Link
-    from coterie.offloading.memory import ExpertMemory
+    most = widest(widths) if isinstance(widths, WidthPlan) else None
+    import_transformers()
+    from coterie.offloading.places import Places
     from coterie.offloading.runtime import Runtime
     from coterie.ops.neuron_records import biases_of, gate_of
 
+    places = Places(opened, device, most, threads)
+    blocks = budget_blocks(budget, layout, places.free_bytes(), most, places.beside_bytes)
+    model = places.put(load_skeleton(opened.skeleton))
+    layers = find_moe_layers(model)
+    _require_same(model, layers, opened)
     chosen = _widths(model, opened, widths)
-    link = Link(opened, threads, direct, bandwidth, timeline)
+    memory, link = places.memory_and_link(blocks, check, direct, bandwidth, timeline, timeout)
     gates = [gate_of(layer.experts) for layer in layers]
     biases = [biases_of(layer.experts) for layer in layers]
-    cache, memory = ExpertCache(shape, blocks, evictions), ExpertMemory(layout, poison=check)
+    cache = ExpertCache(shape, blocks, evictions)
     runtime = Runtime(
         opened, cache, memory, link, gates, chosen, schedule, timeout, ahead, check, timeline, bandwidth,
         biases,
@@ -124,7 +131,7 @@ def _widths(model: Any, store: ExpertStore, widths: WidthPlan | Widths | None) -
             f"the store has {layout.width} neurons an expert in the order {order or 'of the original'}, the width plan "
             f"is for {widths.width} in the order {order_digest(widths.order_LEI)}; pack with the plan's own profile"
         )
-    return WidthTables.of(widths).widths
+    return WidthTables.of(widths, model.device).widths
 
 
 def _replace_forward(layer: MoELayer, runtime: Runtime, timeline: Timeline | None) -> None:

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from coterie.checkpoint.expert_store import ExpertStore
-from coterie.checkpoint.store_layout import StoreLayout
+from coterie.checkpoint.store_layout import PARTS, StoreLayout
 from coterie.errors import BudgetError, CheckpointError, ConfigError, CoterieError
 from coterie.offloading.ahead import Ahead
 from coterie.offloading.link import Link, Load
-from coterie.offloading.memory import ExpertMemory
+from coterie.offloading.memory import TYPES, Memory
 from coterie.offloading.stats import OffloadStats
 from coterie.offloading.timeline import COMPUTE, WAIT, Timeline
 from coterie.ops.gated_ffn import SlotGroups
@@ -60,7 +60,7 @@ class Runtime:
     """
 
     def __init__(
-        self, store: ExpertStore, cache: ExpertCache, memory: ExpertMemory, link: Link, gates: Sequence[Gate],
+        self, store: ExpertStore, cache: ExpertCache, memory: Memory, link: Link, gates: Sequence[Gate],
         widths: Widths | None = None, schedule: str = "johnson", timeout: float = 60.0, ahead: bool = False,
         check: bool = False, timeline: Timeline | None = None, emulated_bandwidth: float | None = None,
         biases: Sequence[Biases | None] | None = None,
@@ -77,7 +77,7 @@ class Runtime:
         self._failed: CoterieError | None = None
         self._lock = threading.Lock()
         self._rates = [1e9, 1e10]  # bytes per second of loads and of computing one row: a guess until measured
-        budget = cache.budget_blocks * self._layout.block_bytes
+        budget = cache.budget_blocks * self._layout.block_bytes + memory.beside_bytes
         self._stats = OffloadStats(
             cache.policy.name, schedule, budget, direct=link.direct, emulated_bandwidth=emulated_bandwidth
         )
@@ -206,7 +206,7 @@ class Runtime:
         """Carry out a decision: give memory back first, then begin to read."""
         for layer, expert, blocks in decision.evicted_N3.tolist():
             self._memory.evict(layer, expert, blocks)
-        peak = self._cache.used_blocks * self._layout.block_bytes
+        peak = self._cache.used_blocks * self._layout.block_bytes + self._memory.beside_bytes
         self._stats.peak_expert_bytes = max(self._stats.peak_expert_bytes, peak)
         rank = {expert: number for number, expert in enumerate(order)}
         for expert, first, end in sorted(decision.loads_N3.tolist(), key=lambda load: rank[load[0]]):
@@ -269,7 +269,7 @@ class Runtime:
         def run(_: int, width: int, x_NH: Tensor, width_N: Tensor | None) -> Tensor:
             output = run_record(record, width, gate, x_NH, width_N, biases, expert)
             if self._check:
-                fresh = self._fresh(visit.layer, expert, width)
+                fresh = self._fresh(visit.layer, expert, width).to(output.device)
                 if not torch.equal(output, run_record(fresh, width, gate, x_NH, width_N, biases, expert)):
                     raise CheckpointError(
                         f"layer {visit.layer}, expert {expert} was computed with other weights than the store's; "
@@ -294,8 +294,9 @@ class Runtime:
             file.seek(self._layout.offset(layer, expert))
             nbytes = self._layout.span(0, self._layout.blocks_of(width))[1]
             fresh[:nbytes] = file.read(nbytes)
-        like = self._memory.record(layer, expert)
-        return torch.frombuffer(fresh, dtype=like.dtype, count=like.numel()).view(like.shape)
+        shape = (self._layout.width, PARTS, self._layout.hidden_size)
+        count = self._layout.width * PARTS * self._layout.hidden_size
+        return torch.frombuffer(fresh, dtype=TYPES[self._layout.dtype], count=count).view(shape)
 
     def _ordered(self, visit: _Visit) -> list[int]:
         """A visit's experts in the order to load and compute them."""

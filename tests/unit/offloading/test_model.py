@@ -121,7 +121,7 @@ def test_memory_is_within_the_budget_at_every_read(offload: Any, prompts: Any, m
         real(self, into, offset)
         held.append(_resident(*areas[0]))
 
-    monkeypatch.setattr(memory, "ExpertMemory", Watched)
+    monkeypatch.setattr(importlib.import_module("coterie.offloading.places"), "ExpertMemory", Watched)
     monkeypatch.setattr(link.Link, "fill", fill)
     model = offload("15%", policy="reuse")
     logits(model, prompts)
@@ -216,7 +216,7 @@ def test_a_narrow_plan_needs_no_room_for_a_whole_expert(offload: Any, small: Any
 
 
 def test_a_budget_beyond_the_free_memory_is_refused(offload: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coterie.offloading.model.available_bytes", lambda: 10**6)
+    monkeypatch.setattr("coterie.offloading.places.available_bytes", lambda: 10**6)
     with pytest.raises(BudgetError, match=r"1,000,000 .* of memory are free; choose a smaller one"):
         offload("50%")
 
