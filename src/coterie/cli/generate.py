@@ -94,6 +94,8 @@ def generate(
         recorder.write(timeline)
     if recorder is not None and picture is not None:
         _draw(recorder, picture, store, model.stats())
+    if device is not None:
+        note("offloading to a device is experimental: it has not run on a GPU yet")
     about = {"store": str(store), "budget": budget, "batch": batch, **vars(sampling), "versions": _versions()}
     if as_json:
         emit_json({**about, **({"text": text} if prompts is None else {"out": str(out)}), **result})

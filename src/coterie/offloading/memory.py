@@ -24,9 +24,11 @@ class Memory(Protocol):
 
     Attributes:
         beside_bytes: what it takes of the budget beside the experts.
+        gathered_bytes: what it copied so far to have experts in one piece.
     """
 
     beside_bytes: int
+    gathered_bytes: int
 
     def record(self, layer: int, expert: int) -> Tensor:
         """[at least its resident neurons, 3, H]; only those may be used, until the next call."""
@@ -53,7 +55,8 @@ class ExpertMemory:
     """
 
     def __init__(self, layout: StoreLayout, poison: bool = False) -> None:
-        self._layout, self._poison, self.beside_bytes = layout, poison, 0
+        self._layout, self._poison = layout, poison
+        self.beside_bytes = self.gathered_bytes = 0
         try:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
             self._memory = mmap.mmap(-1, layout.total_bytes, flags=flags)

@@ -84,8 +84,9 @@ class Runtime:
 
     def stats(self) -> OffloadStats:
         """What happened so far."""
-        link = self._link
-        return replace(self._stats, loaded_bytes=link.loaded_bytes, load_seconds=link.busy_seconds, direct=link.direct)
+        link, gathered = self._link, self._memory.gathered_bytes
+        told = replace(self._stats, loaded_bytes=link.loaded_bytes, load_seconds=link.busy_seconds, direct=link.direct)
+        return replace(told, gathered_bytes=gathered)
 
     def close(self) -> None:
         """End the link's threads and give the experts' memory back; the model cannot run afterwards."""

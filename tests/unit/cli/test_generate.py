@@ -102,6 +102,7 @@ def test_bad_input_is_one_line_before_any_work(
         (("--prompts", tmp_path / "none.jsonl"), "cannot read"),
         (("--prompts", prompts, "--out", tmp_path / "no" / "o"), "choose a folder that exists and is writable"),
         (("--prompt", "a", "--temperature", -1), "a temperature of -1"),
+        (("--prompt", "a", "--device", "cuda:99"), "device 'cuda:99' is not there"),
         (("--prompt", "a", "--top-p", 0.5), "without a temperature changes nothing"),
     ):
         code, out, err = run(*words)

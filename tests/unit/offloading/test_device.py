@@ -55,6 +55,8 @@ def test_widths_differ_from_expert_to_expert(
         ids = prompts[:, start : start + 4]
         assert torch.equal(logits(model, ids), logits(host, ids))
     assert model.stats().misses > 0
+    assert model.stats().gathered_bytes > 0, "prefixes of many lengths lie scattered"
+    assert host.stats().gathered_bytes == 0
 
 
 def test_computing_before_a_copy_is_caught(offload: Any, make_device: Any, prompts: Any) -> None:
