@@ -32,6 +32,7 @@ class ExpertRecords:
     Attributes:
         layout: of the store that its experts fill.
         names: the tensors whose values the records hold: all of the experts' but their biases.
+        biases: the names of those.
 
     Raises:
         CheckpointError: for experts that are quantised, are not understood or not complete, or have biases one by one.
@@ -55,7 +56,8 @@ class ExpertRecords:
                 raise CheckpointError(
                     f"{name}: biases of single experts cannot be packed; fused ones can, as gpt_oss's"
                 )
-        self.names = frozenset(axes.keys() - self._biases.keys())
+        self.biases = frozenset(self._biases)
+        self.names = frozenset(axes.keys() - self.biases)
         dtypes = sorted({tensors[name].dtype for name in self.names})
         if len(dtypes) > 1:
             raise CheckpointError(f"the experts are stored as {' and '.join(dtypes)}; a store holds one type")

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -149,8 +149,12 @@ def _require_places(timeline: Path | None, picture: Path | None) -> None:
         graph_objects()
     for path in (timeline, picture):
         if path is not None:
-            with replacing(path) as place:
-                place.write_text("{}", encoding="utf-8")
+            with suppress(_Tried), replacing(path):
+                raise _Tried  # leaves nothing behind
+
+
+class _Tried(Exception):
+    pass
 
 
 def _sink(files: ExitStack, prompts: Path | None, out: Path | None) -> TextIO | None:

@@ -126,7 +126,7 @@ def test_results_are_written_whole_or_not_at_all(
         return real(*arguments)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    code, out, err = run("--prompts", prompts, "--tokens", 9, "--out", file)
+    code, out, err = run("--prompts", prompts, "--tokens", 9, "--out", file, "--timeline", tmp_path / "t.json")
     assert (code, out) == (2, "")
     assert "Input/output error; check the disk" in err
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]

@@ -50,7 +50,8 @@ def test_widths_differ_from_expert_to_expert(
     from coterie.pruning.width_planning import plan_widths
 
     plan = plan_widths(small.profile, name, **({"bytes": 0.5} if name == "value" else {}))
-    model, host = offload("35%", plan, device=make_device(), threads=1, check=True), offload("100%", plan)
+    model = offload("35%", plan, device=make_device(), threads=1, ahead=True, check=True)
+    host = offload("100%", plan)
     for start in range(0, 12, 3):
         ids = prompts[:, start : start + 4]
         assert torch.equal(logits(model, ids), logits(host, ids))
