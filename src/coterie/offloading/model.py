@@ -77,14 +77,14 @@ def offload(
     layout = opened.layout
     shape = CacheShape(layout.num_layers, layout.num_experts, layout.blocks)
     evictions, _ = make_policy(policy, shape), get_schedule(schedule)
-    most = widest(widths) if isinstance(widths, WidthPlan) else None
+    bound = widest(widths) if isinstance(widths, WidthPlan) else None
     import_transformers()
     from coterie.offloading.places import Places
     from coterie.offloading.runtime import Runtime
     from coterie.ops.neuron_records import biases_of, gate_of
 
-    places = Places(opened, device, most, threads)
-    blocks = budget_blocks(budget, layout, places.free_bytes(), most, places.beside_bytes)
+    places = Places(opened, device, bound, threads)
+    blocks = budget_blocks(budget, layout, places.free_bytes(), bound, places.beside_bytes)
     model = places.put(load_skeleton(opened.skeleton))
     layers = find_moe_layers(model)
     _require_same(model, layers, opened)
