@@ -214,8 +214,10 @@ def _save_tiny(family: str, dtype: str, folder: Path) -> Path:
         torch.manual_seed(sum(map(ord, family)))
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if "e_score_correction_bias" in name or name.endswith(("router.bias", "_proj_bias")):
+            if "e_score_correction_bias" in name or name.endswith("router.bias"):
                 torch.nn.init.normal_(tensor.data, std=0.3)
+            elif name.endswith("_proj_bias"):  # of gpt_oss's experts
+                torch.nn.init.normal_(tensor.data, std=0.1)
         model.save_pretrained(folder)
         _tiny_tokenizer().save_pretrained(folder)
     return folder
