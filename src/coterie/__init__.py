@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from coterie.models.reorder_checkpoint import reorder as reorder
     from coterie.models.widths import apply_widths as apply_widths
     from coterie.offloading.model import offload as offload
+    from coterie.parallel.model import expert_parallel as expert_parallel
     from coterie.placement.placement import Placement as Placement
     from coterie.pruning.width_planning import plan_widths as plan_widths
     from coterie.spec import MoESpec as MoESpec
@@ -33,6 +34,7 @@ _HOME = {
     "Topology": "coterie.topology",
     "profile_model": "coterie.calibration.profile",
     "apply_widths": "coterie.models.widths",
+    "expert_parallel": "coterie.parallel.model",
     "offload": "coterie.offloading.model",
     "pack": "coterie.models.pack",
     "plan_widths": "coterie.pruning.width_planning",

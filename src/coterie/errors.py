@@ -6,7 +6,8 @@
     ├── CheckpointError         a model folder or config that cannot be used
     ├── InfeasiblePlacement     a placement that cannot exist, or that an engine would misread
     ├── BudgetError             a byte budget that is too small
-    └── BackendUnavailable      an optional package or device that is not there
+    ├── BackendUnavailable      an optional package or device that is not there
+    └── RankError               a process of a group that is missing, ended, stalled or is out of step
 
 Each message gives the value, the limit and the remedy.
 """
@@ -43,6 +44,10 @@ class BudgetError(CoterieError):
 
 class BackendUnavailable(CoterieError):
     """An optional package or device that is not there; the message holds the install command."""
+
+
+class RankError(CoterieError):
+    """A process of a group that is missing, ended, stalled or is out of step; named where it is known."""
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> ConfigError:

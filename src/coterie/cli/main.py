@@ -11,6 +11,7 @@ import coterie
 from coterie.cli import demo, evaluate, export, place, profile, record, study, trace_prune, widths
 from coterie.cli.common import Interrupted
 from coterie.cli.generate import generate
+from coterie.cli.generate_ep import generate_ep
 from coterie.cli.model_info import model_info
 from coterie.cli.pack import pack
 from coterie.cli.reorder import reorder
@@ -68,6 +69,7 @@ app.command("validate")(export.validate)
 app.command("reorder")(reorder)
 app.command("pack")(pack)
 app.command("generate")(generate)
+app.command("generate-ep")(generate_ep)
 app.command("eval")(evaluate.evaluate_model)
 trace.command("import")(trace_import)
 trace.command("info")(trace_info)

@@ -91,6 +91,19 @@ def spec_of(model: Any) -> MoESpec:
     return _spec(model, family, {layer.model_layer: (layer.block, layer.router, layer.experts) for layer in layers})
 
 
+def expert_sizes(model: Any) -> tuple[int, int]:
+    """Neurons of an expert and elements of a row.
+
+    Raises:
+        CheckpointError: when the experts are not gated, or not in one fused module.
+    """
+    experts: Any = find_moe_layers(model)[0].experts
+    down, transposed = getattr(experts, "down_proj", None), getattr(experts, "is_transposed", False)
+    if down is None or not getattr(experts, "has_gate", False):
+        raise CheckpointError(f"{type(experts).__name__}: only gated experts in one fused module are understood")
+    return (down.shape[1], down.shape[2]) if transposed else (down.shape[2], down.shape[1])
+
+
 _Parts = tuple[Any, Any, Any]  # block, router, experts
 
 

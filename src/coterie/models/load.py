@@ -69,7 +69,7 @@ def load_model(model: str | Path, dtype: torch.dtype | str | None = None) -> Pre
         ConfigError: for an unknown dtype.
     """
     import_transformers()
-    wanted = _dtype(dtype)
+    wanted = parse_dtype(dtype)
     folder = resolve(model)
     skeleton = build_skeleton(folder, wanted)
     find_moe_layers(skeleton)
@@ -190,7 +190,12 @@ def _from_hub(name: str, patterns: tuple[str, ...]) -> Path:
         ) from error
 
 
-def _dtype(dtype: torch.dtype | str | None) -> Any:
+def parse_dtype(dtype: torch.dtype | str | None) -> Any:
+    """A floating-point type, by its name too; None stays None.
+
+    Raises:
+        ConfigError: for anything else.
+    """
     if dtype is None:
         return None
     types = importlib.import_module("torch")

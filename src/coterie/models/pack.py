@@ -18,7 +18,7 @@ from coterie.errors import CheckpointError, ConfigError
 from coterie.families import read_config, text_part
 from coterie.models.checkpoint_identity import identity_of_checkpoint
 from coterie.models.identity import ORDER_KEY, order_digest
-from coterie.models.layers import find_moe_layers, spec_of
+from coterie.models.layers import expert_sizes, spec_of
 from coterie.models.load import resolve
 from coterie.models.reorder import require_order
 from coterie.profile.model_profile import ModelProfile
@@ -76,7 +76,7 @@ def pack(
     refuse_quantised(config, source, "packed yet: pack the unquantised checkpoint")
     identity, skeleton = identity_of_checkpoint(source)
     spec, tensors = spec_of(skeleton), read_headers(source)
-    shape = (spec.num_layers, spec.num_experts, *_sizes(skeleton))
+    shape = (spec.num_layers, spec.num_experts, *expert_sizes(skeleton))
     records = ExpertRecords(tensors, str(text_part(config).get("model_type")), spec.layer_ids, shape)
     _require_dtype(skeleton, records.layout.dtype, source)
     order = None if profile is None else _order(profile, variant, identity, config, source, records.layout)
@@ -87,15 +87,6 @@ def pack(
         config if digest is None else {**config, ORDER_KEY: digest}, {"coterie": coterie.__version__}, progress,
     )  # fmt: skip
     return Packed(target, records.layout, digest, header.variant, resumed)
-
-
-def _sizes(skeleton: Any) -> tuple[int, int]:
-    """Neurons of an expert and elements of a row."""
-    experts: Any = find_moe_layers(skeleton)[0].experts
-    down, transposed = getattr(experts, "down_proj", None), getattr(experts, "is_transposed", False)
-    if down is None or not getattr(experts, "has_gate", False):
-        raise CheckpointError(f"{type(experts).__name__}: only gated experts in one fused module can be packed")
-    return (down.shape[1], down.shape[2]) if transposed else (down.shape[2], down.shape[1])
 
 
 def _require_dtype(skeleton: Any, stored: str, source: Path) -> None:

@@ -24,7 +24,7 @@ from coterie.topology import Topology
 if TYPE_CHECKING:
     from torch import Tensor
 
-Homes = Literal["rows"] | Sequence[int] | None
+Homes = Literal["rows"] | Sequence[int] | int | None
 RULES = ("cap", "naive", "priced")
 
 # families whose chosen weights always, or never, sum to one; the others say so by `norm_topk_prob`
@@ -65,7 +65,7 @@ def prune_destinations(
         floor: for "priced", the least share of its weight that a token keeps.
         topology: without a placement, the devices.
         homes: where tokens' attention runs: "rows" for device `row mod G` of the batch, as traces have it by
-            sequence; a device for each row; None for no home, where every device costs 1.
+            sequence; a device for each row, or one for all; None for no home, where every device costs 1.
         renormalise: rescale a token's kept weights to the sum of all K; None: as the model does with its top-k
             weights (see `renormalises`).
         count: keep the figures that `DestinationPruner.stats` gives; a counter sums them up over several blocks.
@@ -153,6 +153,8 @@ class DestinationPruner:
         rows, width = hidden.shape[:2] if hidden.dim() == 3 else (hidden.shape[0], 1)
         if self._homes == "rows":
             home_B = torch.arange(rows, device=hidden.device) % self.topology.num_devices
+        elif isinstance(self._homes, int):
+            home_B = torch.full((rows,), self._homes, device=hidden.device)
         elif len(self._homes) == rows:
             home_B = torch.tensor(self._homes, dtype=torch.int64, device=hidden.device)
         else:
@@ -247,8 +249,8 @@ def _homes(homes: Any, num_devices: int) -> Homes:
         if homes != "rows":
             raise ConfigError(f"homes = {homes!r}; it is 'rows', a device for each row of the batch, or None")
         return "rows"
-    devices = [int(home) for home in homes]
+    devices = [int(home) for home in ([homes] if isinstance(homes, int) else homes)]
     wrong = [home for home in devices if not 0 <= home < num_devices]
     if wrong:
         raise ConfigError(f"home {wrong[0]} is no device: they run from 0 to {num_devices - 1}")
-    return devices
+    return devices[0] if isinstance(homes, int) else devices

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ from coterie.models.memory import available_bytes
 from coterie.units import format_bytes
 
 
-def load_skeleton(folder: Path) -> Any:
-    """The model of a store's skeleton, in eval mode, its experts modules without weights but with their biases.
+def load_skeleton(folder: Path, leave: Collection[str] = (), dtype: Any = None) -> Any:
+    """The model without its routed experts, in eval mode, its experts modules without weights but with their biases.
 
     Args:
-        folder: with config.json and every tensor but the routed experts' weights.
+        folder: with config.json and every tensor but the routed experts' weights: a store's skeleton, or a whole
+            checkpoint.
+        leave: names of tensors not to read: the experts' of a whole checkpoint.
+        dtype: element type; None: the checkpoint's own.
 
     Raises:
         BackendUnavailable: without torch or transformers.
@@ -29,32 +33,30 @@ def load_skeleton(folder: Path) -> Any:
     """
     import_transformers()
     torch, safetensors = importlib.import_module("torch"), importlib.import_module("safetensors")
-    tensors = read_headers(folder)
+    tensors = {name: tensor for name, tensor in read_headers(folder).items() if name not in leave}
     needed, free = sum(tensor.nbytes for tensor in tensors.values()), available_bytes()
     if needed > free:
         raise CheckpointError(
             f"all but the experts of {folder} takes {needed:,} bytes ({format_bytes(needed)}) of memory, {free:,} "
             f"({format_bytes(free)}) are free; use a smaller model or a larger machine"
         )
-    model = build_skeleton(folder)
+    model = build_skeleton(folder, dtype)
     for layer in find_moe_layers(model):
         for name in [name for name in layer.experts._parameters if not name.endswith("_bias")]:
             del layer.experts._parameters[name]
     rename, shapes, dtype_of = renaming(model), model.state_dict(), _dtypes(model)
     state: dict[str, Any] = {}
-    with safetensors.safe_open(next(iter(tensors.values())).file, framework="pt") as file:
-        for name in tensors:
-            target = rename(name)
-            if target not in shapes:
-                continue
-            tensor = file.get_tensor(name)
-            if tensor.shape != shapes[target].shape:
-                raise CheckpointError(
-                    f"{folder} holds {name} in the shape {list(tensor.shape)}, its config says "
-                    f"{list(shapes[target].shape)}; pack the model again"
-                )
-            wanted = dtype_of(target)
-            state[target] = tensor.to(wanted) if tensor.is_floating_point() else tensor
+    for file in sorted({tensor.file for tensor in tensors.values()}):
+        names = [name for name, tensor in tensors.items() if tensor.file == file and rename(name) in shapes]
+        with safetensors.safe_open(file, framework="pt") as opened:
+            for name in names:
+                target, tensor = rename(name), opened.get_tensor(name)
+                if tensor.shape != shapes[target].shape:
+                    raise CheckpointError(
+                        f"{folder} holds {name} in the shape {list(tensor.shape)}, its config says "
+                        f"{list(shapes[target].shape)}; use the config.json and the files that belong together"
+                    )
+                state[target] = tensor.to(dtype_of(target)) if tensor.is_floating_point() else tensor
     with quiet(), torch.no_grad():
         model.load_state_dict(state, strict=False, assign=True)
         model.tie_weights()
@@ -90,7 +92,7 @@ def _rebuild_buffers(model: Any) -> None:
 def _require_whole(model: Any, folder: Path) -> None:
     missing = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     if missing:
-        raise CheckpointError(f"{folder} lacks {len(missing)} tensors, {missing[0]} for one; pack the model again")
+        raise CheckpointError(f"{folder} lacks {len(missing)} tensors, {missing[0]} for one; download or pack it again")
 
 
 def _generation_config(model: Any, folder: Path) -> Any:
