@@ -9,6 +9,7 @@ import typer
 
 import coterie
 from coterie.cli import demo, evaluate, export, place, profile, record, study, trace_prune, widths
+from coterie.cli.bake import bake
 from coterie.cli.generate import generate
 from coterie.cli.model_info import model_info
 from coterie.cli.pack import pack
@@ -64,6 +65,7 @@ app.command("record")(record.record)
 app.command("profile")(profile.profile)
 app.command("export")(export.export)
 app.command("validate")(export.validate)
+app.command("bake")(bake)
 app.command("reorder")(reorder)
 app.command("pack")(pack)
 app.command("generate")(generate)
