@@ -43,10 +43,13 @@ def _copy(source: int, target: int, source_start: int, target_start: int, nbytes
     """Copy at most `nbytes`; how many were."""
     if hasattr(os, "copy_file_range"):
         try:
-            return os.copy_file_range(source, target, nbytes, source_start, target_start)
+            done = os.copy_file_range(source, target, nbytes, source_start, target_start)
         except OSError as error:
             if error.errno not in _CANNOT:
                 raise
+            done = 0
+        if done:  # some file systems say 0 where they cannot
+            return done
     data = os.pread(source, min(nbytes, _BUFFER_BYTES), source_start)
     write_at(target, data, target_start)
     return len(data)

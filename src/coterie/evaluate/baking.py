@@ -109,8 +109,8 @@ def compare_baked(source: Path, out: Path, map_LE: NDArray[np.int64]) -> BakedAg
     if not (relative <= TOLERANCE and decisions.gap <= TOLERANCE):
         raise CheckpointError(
             f"the baked checkpoint's logits differ by {relative:.1e} of the largest, and {decisions.different} of "
-            f"{decisions.compared} decisions, by scores up to {decisions.gap:.1e} apart (limit {TOLERANCE:.0e}), in "
-            "float32; nothing was written"
+            f"{decisions.compared} decisions ({decisions.tied} more by exact ties), by scores up to "
+            f"{decisions.gap:.1e} apart (limit {TOLERANCE:.0e}), in float32; nothing was written"
         )
     own_expected, own_got, own = pair(None)
     name = str(own_expected.dtype).removeprefix("torch.")
