@@ -7,11 +7,10 @@ themselves, slice by slice. So memory stays small, and any quantisation that is 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 
 from coterie.checkpoint.byte_copy import BLOCK_BYTES, copy_range, write_at
 from coterie.checkpoint.expert_axis import ExpertTensor, expert_tensors, renamed
-from coterie.checkpoint.safetensors_io import INDEX_FILE, StoredTensor, read_header, read_headers
+from coterie.checkpoint.safetensors_io import INDEX_FILE, StoredTensor, merged
 from coterie.errors import CheckpointError
 from coterie.files import read_text
 from coterie.progress import Progress, silent
@@ -45,13 +44,13 @@ class FileHeader:
 
 
 def renumber_files(
-    source: Path, out: Path, map_LE: NDArray[np.int64], layer_ids: Iterable[int],
+    files: Mapping[Path, Mapping[str, StoredTensor]], out: Path, map_LE: NDArray[np.int64], layer_ids: Iterable[int],
     headers: Mapping[str, FileHeader] | None = None, progress: Progress = silent,
 ) -> dict[str, FileHeader]:  # fmt: skip
-    """Write the weights of the checkpoint in `source`, and their index, into the folder `out`, experts renumbered.
+    """Write the weights of a checkpoint, and their index, into the folder `out`, experts renumbered.
 
     Args:
-        source: a model folder with safetensors weights.
+        files: what `safetensors_io.read_files` found in the checkpoint's folder.
         out: an empty folder.
         map_LE: [L, E]: expert s of the copy is expert map[s] of the source.
         layer_ids: the model layer of each MoE layer.
@@ -64,33 +63,29 @@ def renumber_files(
     Raises:
         CheckpointError: when the weights are damaged, hold what is not understood, or do not become `headers`.
     """
-    tensors = read_headers(source)
-    found = expert_tensors(tensors, layer_ids, map_LE.shape[1])
-    rename = renaming(found, map_LE)
-    files = sorted({tensor.file for tensor in tensors.values()})
+    found = expert_tensors(merged(files), layer_ids, map_LE.shape[1])
+    names = new_names(found, map_LE)
     before: dict[str, FileHeader] = {}
     done, total = 0, sum(file.stat().st_size for file in files)
-    for file in files:
+    for file, tensors in files.items():
         wanted = None if headers is None else _wanted(headers, file)
-        before[file.name] = _renumber_file(file, out / file.name, found, rename, map_LE, wanted)
+        moved = [(tensor, map_LE[own.layer]) for name, tensor in tensors.items()
+                 if (own := found.get(name)) is not None and own.expert is None]  # fmt: skip
+        changed = {name: names[name] for name in tensors if name in names}
+        before[file.name] = _renumber_file(file, out / file.name, changed, moved, wanted)
         done += file.stat().st_size
         progress("renumbering", done, total)
-    index = source / INDEX_FILE
+    index = next(iter(files)).parent / INDEX_FILE
     if index.is_file():
-        text = read_text(index, CheckpointError)
-        (out / INDEX_FILE).write_text(_rename_index(text, rename, index), encoding="utf-8", newline="")
+        text = _rename_keys(read_text(index, CheckpointError), _FILE_KEY, names, index)
+        (out / INDEX_FILE).write_text(text, encoding="utf-8", newline="")
     return before
 
 
-def renaming(found: Mapping[str, ExpertTensor], map_LE: NDArray[np.int64]) -> Callable[[str], str]:
-    """From a tensor's name in the source to its name in the copy."""
-    slot_LE = np.argsort(map_LE, axis=1)
-
-    def rename(name: str) -> str:
-        own = found.get(name)
-        return name if own is None or own.expert is None else renamed(name, int(slot_LE[own.layer, own.expert]))
-
-    return rename
+def new_names(found: Mapping[str, ExpertTensor], map_LE: NDArray[np.int64]) -> dict[str, str]:
+    """The name in the copy of every numbered expert's tensor of the source."""
+    slots = np.argsort(map_LE, axis=1).tolist()
+    return {name: renamed(name, slots[own.layer][own.expert]) for name, own in found.items() if own.expert is not None}
 
 
 def _wanted(headers: Mapping[str, FileHeader], file: Path) -> FileHeader:
@@ -100,29 +95,24 @@ def _wanted(headers: Mapping[str, FileHeader], file: Path) -> FileHeader:
 
 
 def _renumber_file(
-    file: Path, target: Path, found: Mapping[str, ExpertTensor], rename: Callable[[str], str],
-    map_LE: NDArray[np.int64], wanted: FileHeader | None,
+    file: Path, target: Path, names: Mapping[str, str], moved: Iterable[tuple[StoredTensor, NDArray[np.int64]]],
+    wanted: FileHeader | None,
 ) -> FileHeader:  # fmt: skip
-    moved = [(tensor, found[name].layer) for name, tensor in read_header(file).items() if _is_moved(found, name)]
     with file.open("rb") as reader, target.open("wb") as writer:
         old = reader.read(struct.unpack("<Q", reader.read(8))[0])
-        new = _rename_header(old, rename, file, None if wanted is None else wanted.nbytes)
+        new = _rename_header(old, names, file, None if wanted is None else wanted.nbytes)
         if wanted is not None and _describe(new) != wanted:
             raise CheckpointError(f"{file} was changed since the placement was baked; it cannot be undone")
         writer.write(struct.pack("<Q", len(new)) + new)
         writer.flush()
         position, shift = 8 + len(old), len(new) - len(old)
-        for tensor, layer in sorted(moved, key=lambda item: item[0].start):
+        for tensor, map_E in sorted(moved, key=lambda item: item[0].start):
             copy_range(reader.fileno(), writer.fileno(), position, position + shift, tensor.start - position)
-            _move_slices(reader, writer, tensor, tensor.start + shift, map_LE[layer])
+            _move_slices(reader, writer, tensor, tensor.start + shift, map_E)
             position = tensor.start + tensor.nbytes
         left = os.fstat(reader.fileno()).st_size - position
         copy_range(reader.fileno(), writer.fileno(), position, position + shift, left)
     return _describe(old)
-
-
-def _is_moved(found: Mapping[str, ExpertTensor], name: str) -> bool:
-    return name in found and found[name].expert is None
 
 
 def _move_slices(
@@ -141,33 +131,33 @@ def _move_slices(
         copy_range(reader.fileno(), writer.fileno(), tensor.start + expert * size, start + slot * size, size)
 
 
-def _rename_header(old: bytes, rename: Callable[[str], str], file: Path, nbytes: int | None) -> bytes:
+def _rename_header(old: bytes, names: Mapping[str, str], file: Path, nbytes: int | None) -> bytes:
     """The header with other names, all else as it was; padded with spaces, as the format allows.
 
     It keeps its length where the new names fit; else it grows by whole blocks, so that data stays aligned to blocks as
     it was (`copy_range`).
     """
-    text = old.rstrip(b" ").decode("utf-8")
-    new = _rename_keys(text, _TENSOR_KEY, rename).encode()
-    before, after = json.loads(text), json.loads(new)
-    if after != {rename(name): entry for name, entry in before.items()}:
-        raise CheckpointError(f"the header of {file} is written in a way that cannot be renamed; save the model again")
+    new = _rename_keys(old.rstrip(b" ").decode("utf-8"), _TENSOR_KEY, names, file).encode()
     if nbytes is None:
         nbytes = len(old) + -(-max(0, len(new) - len(old)) // BLOCK_BYTES) * BLOCK_BYTES
     return new.ljust(nbytes, b" ")
 
 
-def _rename_index(text: str, rename: Callable[[str], str], index: Path) -> str:
-    new = _rename_keys(text, _FILE_KEY, rename)
-    before, after = json.loads(text), json.loads(new)
-    renamed_map = {rename(name): file for name, file in before["weight_map"].items()}
-    if after != {**before, "weight_map": renamed_map}:
-        raise CheckpointError(f"{index} is written in a way that cannot be renamed; save the model again")
-    return new
+def _rename_keys(text: str, keys: re.Pattern[str], names: Mapping[str, str], file: Path) -> str:
+    """The text with other keys; each of `names` must be one exactly once."""
+    seen = []
 
+    def rename(hit: re.Match[str]) -> str:
+        new = names.get(hit[1])
+        if new is None:
+            return hit[0]
+        seen.append(hit[1])
+        return f'"{new}"'
 
-def _rename_keys(text: str, keys: re.Pattern[str], rename: Callable[[str], str]) -> str:
-    return keys.sub(lambda hit: f'"{rename(hit[1])}"', text)
+    text = keys.sub(rename, text)
+    if len(seen) != len(names) or len(set(seen)) != len(names):
+        raise CheckpointError(f"{file} writes names in a way that cannot be changed; save the model again")
+    return text
 
 
 def _describe(header: bytes) -> FileHeader:

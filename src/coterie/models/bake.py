@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 import coterie
 from coterie.checkpoint.renumber import FileHeader, headers_to_json, renumber_files
 from coterie.checkpoint.reorder import check_space, copy_others, other_files
-from coterie.checkpoint.safetensors_io import INDEX_FILE, read_headers
+from coterie.checkpoint.safetensors_io import INDEX_FILE, read_files
 from coterie.errors import CheckpointError, ConfigError, InfeasiblePlacement
 from coterie.families import load_spec, read_config
 from coterie.files import read_text, replacing_folder
@@ -182,12 +182,13 @@ def _write(
     progress: Progress,
 ) -> tuple[dict[str, FileHeader], list[str]]:  # fmt: skip
     """Everything but config.json and what `bake` adds; the headers before, and the names of what was left out."""
-    weights = sorted({tensor.file for tensor in read_headers(source).values()})
+    files = read_files(source)
+    weights = list(files)
     others, left_out = other_files(
         source, [*weights, *(source / name for name in (INDEX_FILE, RECORD_FILE, PLACEMENT_FILE))]
     )
     check_space(folder, [*weights, *others], "the new checkpoint")
-    before = renumber_files(source, folder, map_LE, spec.layer_ids, headers, progress)
+    before = renumber_files(files, folder, map_LE, spec.layer_ids, headers, progress)
     copy_others(source, others, folder)
     return before, left_out
 
