@@ -55,6 +55,12 @@ def _copy(source: int, target: int, source_start: int, target_start: int, nbytes
     return len(data)
 
 
+def read_ahead(source: int) -> None:
+    """Tell the kernel that a file will be read from its beginning to its end, so that it reads further ahead."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(source, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+
 def write_at(target: int, data: bytes, start: int) -> None:
     """Write all of `data` at an offset of an open file."""
     view = memoryview(data)

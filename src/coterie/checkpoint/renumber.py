@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.checkpoint.byte_copy import BLOCK_BYTES, copy_range, write_at
+from coterie.checkpoint.byte_copy import BLOCK_BYTES, copy_range, read_ahead, write_at
 from coterie.checkpoint.expert_axis import ExpertTensor, expert_tensors, renamed
 from coterie.checkpoint.safetensors_io import INDEX_FILE, StoredTensor, merged
 from coterie.errors import CheckpointError
@@ -99,6 +99,7 @@ def _renumber_file(
     wanted: FileHeader | None,
 ) -> FileHeader:  # fmt: skip
     with file.open("rb") as reader, target.open("wb") as writer:
+        read_ahead(reader.fileno())
         old = reader.read(struct.unpack("<Q", reader.read(8))[0])
         new = _rename_header(old, names, file, None if wanted is None else wanted.nbytes)
         if wanted is not None and _describe(new) != wanted:
