@@ -10,6 +10,7 @@ import typer
 import coterie
 from coterie.cli import demo, evaluate, export, place, profile, record, study, trace_prune, widths
 from coterie.cli.bake import bake
+from coterie.cli.check_engine import check_engine
 from coterie.cli.generate import generate
 from coterie.cli.model_info import model_info
 from coterie.cli.pack import pack
@@ -65,6 +66,7 @@ app.command("record")(record.record)
 app.command("profile")(profile.profile)
 app.command("export")(export.export)
 app.command("validate")(export.validate)
+app.command("check-engine")(check_engine)
 app.command("bake")(bake)
 app.command("reorder")(reorder)
 app.command("pack")(pack)
