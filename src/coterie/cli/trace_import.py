@@ -73,10 +73,10 @@ def _numbering(model: Path | None, unbake: Path | None) -> Callable[[RoutingTrac
         return lambda trace: unbaked_trace(trace, unbake)
     if model is None:
         return None
-    from coterie.families import read_config
+    from coterie.models.baked import expert_order_of
     from coterie.placement.numbering import EXPERT_ORDER_KEY
 
-    held = read_config(model / "config.json" if model.is_dir() else model).get(EXPERT_ORDER_KEY)
+    held = expert_order_of(model)
     return None if held is None else lambda trace: _marked(trace, {EXPERT_ORDER_KEY: held})
 
 

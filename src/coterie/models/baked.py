@@ -26,9 +26,9 @@ def baked_placement(folder: Path) -> Placement:
     return read_record(folder)[0]
 
 
-def expert_order_of(folder: Path) -> str | None:
-    """The numbering that a checkpoint's config.json tells; None: the published one."""
-    held = read_config(folder / "config.json").get(EXPERT_ORDER_KEY)
+def expert_order_of(model: Path) -> str | None:
+    """The numbering that a config.json, or the one in a folder, tells; None: the published one."""
+    held = read_config(model / "config.json" if model.is_dir() else model).get(EXPERT_ORDER_KEY)
     return None if held is None else str(held)
 
 

@@ -410,3 +410,7 @@ def test_a_placement_made_of_a_baked_models_trace_says_so(tmp_path: Path, monkey
         assert (code, "the placement numbers experts by the baked placement" in err) == (
             (2, True) if fails else (0, False)
         )
+        export = ("export", made, "--to", "json", "--out", tmp_path / "engine.json", "--model")
+        for folder, is_own in ((source, not fails), (out, fails)):
+            code, _, err = run(monkeypatch, capsys, *export, folder)
+            assert (code, "numbers experts" in err) == ((0, False) if is_own else (2, True))
