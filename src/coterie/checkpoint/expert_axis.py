@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from coterie.checkpoint.safetensors_io import StoredTensor
@@ -63,16 +63,18 @@ def expert_tensors(
     found: dict[str, ExpertTensor] = {}
     for layer_id, layer in number.items():
         names = inside_layers.get(layer_id, {})
-        block = _block(names, layer_id)
+        hits = {inside: hit for inside in names if (hit := _of_experts(inside))}
+        block = _block({hit["block"] for hit in hits.values()}, layer_id)
         for inside, name in names.items():
             if inside.startswith(block):
-                own = _classify(name, inside.removeprefix(block), tensors[name], layer, num_experts)
+                hit, part = hits.get(inside), inside.removeprefix(block)
+                own = _classify(name, part, _number(hit), tensors[name].shape, num_experts)
                 if own is not None:
-                    found[name] = own
+                    found[name] = ExpertTensor(layer, None if own < 0 else own)
             elif _LIKE_EXPERTS.search(inside) and not _SHARED.match(inside):
                 raise _not_understood(name)
-        parts = {inside.removeprefix(block) for inside in names if inside.startswith(block)}
-        _check_complete(parts, layer_id, num_experts)
+        others = [inside.removeprefix(block) for inside in names if _number(hits.get(inside)) is None]
+        _check_complete(hits.values(), others, layer_id, num_experts)
     return found
 
 
@@ -91,11 +93,12 @@ def _by_layer(tensors: Mapping[str, StoredTensor], number: Mapping[int, int]) ->
     holding = set()  # stems under which there are experts
     for name in tensors:
         hit = _IN_LAYER.match(name)
-        if hit is None or int(hit["layer"]) not in number or _is_extra(hit["stem"]):
+        if hit is None or int(hit["layer"]) not in number:
             continue
-        stems[hit["stem"]][int(hit["layer"])][hit["inside"]] = name
-        if _of_experts(hit["inside"]):
-            holding.add(hit["stem"])
+        stem, layer, inside = hit.groups()
+        stems[stem][int(layer)][inside] = name
+        if stem not in holding and not _is_extra(stem) and _of_experts(inside):
+            holding.add(stem)
     if len(holding) != 1:
         what = f"experts under {' and '.join(sorted(holding))}" if holding else "no experts under known names"
         raise CheckpointError(f"the checkpoint has {what}; it cannot be renumbered")
@@ -111,59 +114,59 @@ def _of_experts(inside: str) -> re.Match[str] | None:
     return _NUMBERED.match(inside) or _FUSED.match(inside) or _LINEAR.match(inside)
 
 
-def _block(names: Iterable[str], layer_id: int) -> str:
+def _number(hit: re.Match[str] | None) -> int | None:
+    """The expert that a name is of; None when it is of none or of all."""
+    return int(hit["expert"]) if hit is not None and hit.re is _NUMBERED else None
+
+
+def _block(blocks: set[str], layer_id: int) -> str:
     """What the names of a layer's MoE block begin with, "mlp."."""
-    blocks = {hit["block"] for inside in names if (hit := _of_experts(inside))}
     if len(blocks) != 1 or "" in blocks:
         what = f"several blocks of experts ({', '.join(sorted(blocks))})" if len(blocks) > 1 else "no block of experts"
         raise CheckpointError(
             f"layer {layer_id} of the checkpoint has {what} under known names; it cannot be renumbered"
         )
-    return blocks.pop()
+    return next(iter(blocks))
 
 
-def _classify(name: str, part: str, tensor: StoredTensor, layer: int, num_experts: int) -> ExpertTensor | None:
-    """What a tensor of the MoE block is; None when it knows no experts."""
-    hit = _NUMBERED.match(part)
-    if hit:
-        if int(hit["expert"]) >= num_experts:
+def _classify(name: str, part: str, expert: int | None, shape: tuple[int, ...], num_experts: int) -> int | None:
+    """What a tensor of the MoE block is of: an expert; -1: all of them; None: none."""
+    if expert is not None:
+        if expert >= num_experts:
             raise CheckpointError(
                 f"{name} is of an expert that the config does not have (it says {num_experts}); use the config.json "
                 "that belongs to the weights"
             )
-        return ExpertTensor(layer, int(hit["expert"]))
+        return expert
     if _SHARED.match(part):
         return None
-    fused = part.removeprefix("experts.")
-    if not _ROUTER.fullmatch(part) and not _FUSED_PART.fullmatch(fused):
-        if part.startswith(("experts.", "gate.", "router.")) and math.prod(tensor.shape) == 1:
+    if not _ROUTER.fullmatch(part) and not _FUSED_PART.fullmatch(part.removeprefix("experts.")):
+        if part.startswith(("experts.", "gate.", "router.")) and math.prod(shape) == 1:
             return None  # one scale for all
         raise _not_understood(name)
-    along = next((size for size in tensor.shape if size != 1), 1)
-    if along != num_experts:
+    if next((size for size in shape if size != 1), 1) != num_experts:
         raise CheckpointError(
-            f"{name} has the shape {list(tensor.shape)}, whose first axis is not the {num_experts} experts; it cannot "
+            f"{name} has the shape {list(shape)}, whose first axis is not the {num_experts} experts; it cannot "
             "be renumbered (is the router quantised?)"
         )
-    return ExpertTensor(layer, None)
+    return -1
 
 
-def _check_complete(parts: Iterable[str], layer_id: int, num_experts: int) -> None:
+def _check_complete(hits: Iterable[re.Match[str]], others: Sequence[str], layer_id: int, num_experts: int) -> None:
+    """Whether every expert has the same parts, and the router its weight; `others` are not numbered."""
     held: dict[int, set[str]] = {expert: set() for expert in range(num_experts)}
-    fused = router = False
-    for part in parts:
-        hit = _NUMBERED.match(part)
-        if hit:
-            held[int(hit["expert"])].add(hit["part"])
-        router = router or _ROUTER_WEIGHT.fullmatch(part) is not None
-        fused = fused or _FUSED_PART.fullmatch(part.removeprefix("experts.")) is not None
+    for hit in hits:
+        expert = _number(hit)
+        if expert is not None:
+            held[expert].add(hit["part"])
     every = set().union(*held.values())
     wrong = next(((expert, part) for expert in held for part in sorted(every - held[expert])), None)
     problem = None
-    if not router:
+    if not any(_ROUTER_WEIGHT.fullmatch(part) for part in others):
         problem = "its router's weight"
     elif wrong is not None:
         problem = f"{wrong[1]} of expert {wrong[0]}"
+    fused = any(_FUSED_PART.fullmatch(part.removeprefix("experts.")) for part in others)
     if problem is not None or (fused and every):
         what = f"lacks {problem}" if problem else "holds experts twice, numbered and fused,"
         raise CheckpointError(f"layer {layer_id} of the checkpoint {what} under known names; it cannot be renumbered")

@@ -26,7 +26,7 @@ from coterie.files import read_text
 from coterie.progress import Progress, silent
 
 _SMALL_SLICE_BYTES = 64 * 1024  # smaller ones are moved in memory: a system call each would take longer
-_STRING = r'"((?:[^"\\]|\\.)*)"'
+_STRING = r'"([^"\\]*(?:\\.[^"\\]*)*)"'
 _TENSOR_KEY, _FILE_KEY = re.compile(_STRING + r"(?=\s*:\s*\{)"), re.compile(_STRING + r'(?=\s*:\s*")')
 
 

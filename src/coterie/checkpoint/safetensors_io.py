@@ -112,7 +112,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 def _tensor(file: Path, name: str, entry: Any, begin: int) -> StoredTensor:
     try:
         first, last = entry["data_offsets"]
-        dtype, shape = str(entry["dtype"]), tuple(int(size) for size in entry["shape"])
+        dtype, shape = str(entry["dtype"]), tuple(map(int, entry["shape"]))
         whole = 0 <= first <= last and (last > first) == (math.prod(shape) > 0)
     except (TypeError, KeyError, ValueError):
         whole = False
