@@ -18,7 +18,7 @@ from coterie.checkpoint.reorder import check_space, copy_others, other_files
 from coterie.checkpoint.safetensors_io import INDEX_FILE, read_files
 from coterie.errors import CheckpointError, ConfigError, InfeasiblePlacement
 from coterie.families import load_spec, read_config
-from coterie.files import read_text, replacing_folder
+from coterie.files import read_text, refuse_own_folder, replacing_folder
 from coterie.models.baked import KIND, PLACEMENT_FILE, RECORD_FILE, read_record
 from coterie.models.load import resolve
 from coterie.models.reorder_checkpoint import reorder
@@ -149,12 +149,6 @@ def unbake(model: str | Path, out: str | Path, *, check: Check | None = None, pr
         found = None if check is None else check(source, folder, back_LE, spec)
     moved = int((map_LE != np.arange(spec.num_experts)).sum())
     return Baked(target, spec, None, placement.topology.num_devices, moved, tuple(left_out), found)
-
-
-def refuse_own_folder(source: Path, target: Path) -> None:
-    """Raise ConfigError when one of the folders is in the other."""
-    if target.resolve().is_relative_to(source.resolve()) or source.resolve().is_relative_to(target.resolve()):
-        raise ConfigError(f"{target} is the model's own folder; name a new one, beside it")
 
 
 def _checked_map(placement: Placement, spec: MoESpec, source: Path) -> NDArray[np.int64]:
