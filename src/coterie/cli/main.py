@@ -11,6 +11,7 @@ import coterie
 from coterie.cli import demo, evaluate, export, place, profile, record, study, trace_prune, widths
 from coterie.cli.bake import bake
 from coterie.cli.check_engine import check_engine
+from coterie.cli.common import Interrupted
 from coterie.cli.generate import generate
 from coterie.cli.model_info import model_info
 from coterie.cli.pack import pack
@@ -92,6 +93,8 @@ def main() -> None:
         _fail(error.format_message(), 2)
     except (CoterieError, OSError) as error:
         _fail(str(error), 2)
+    except Interrupted as stopped:
+        _fail(f"interrupted; {stopped}", INTERRUPTED)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     if code == INTERRUPTED:  # what typer itself returns for Ctrl-C, without a word

@@ -1,4 +1,4 @@
-"""A model without its routed experts: everything else in memory, as Transformers' own loading would have it."""
+"""A model without its routed experts' weights: the rest in memory, their biases too, as Transformers loads it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from coterie.units import format_bytes
 
 
 def load_skeleton(folder: Path) -> Any:
-    """The model of a store's skeleton, in eval mode, its experts modules without weights.
+    """The model of a store's skeleton, in eval mode, its experts modules without weights but with their biases.
 
     Args:
-        folder: with config.json and every tensor but the routed experts'.
+        folder: with config.json and every tensor but the routed experts' weights.
 
     Raises:
         BackendUnavailable: without torch or transformers.
@@ -38,7 +38,8 @@ def load_skeleton(folder: Path) -> Any:
         )
     model = build_skeleton(folder)
     for layer in find_moe_layers(model):
-        layer.experts._parameters.clear()
+        for name in [name for name in layer.experts._parameters if not name.endswith("_bias")]:
+            del layer.experts._parameters[name]
     rename, shapes, dtype_of = renaming(model), model.state_dict(), _dtypes(model)
     state: dict[str, Any] = {}
     with safetensors.safe_open(next(iter(tensors.values())).file, framework="pt") as file:
