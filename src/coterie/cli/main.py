@@ -9,6 +9,8 @@ import typer
 
 import coterie
 from coterie.cli import demo, evaluate, export, place, profile, record, study, trace_prune, widths
+from coterie.cli.bake import bake
+from coterie.cli.check_engine import check_engine
 from coterie.cli.common import Interrupted
 from coterie.cli.generate import generate
 from coterie.cli.generate_ep import generate_ep
@@ -66,6 +68,8 @@ app.command("record")(record.record)
 app.command("profile")(profile.profile)
 app.command("export")(export.export)
 app.command("validate")(export.validate)
+app.command("check-engine")(check_engine)
+app.command("bake")(bake)
 app.command("reorder")(reorder)
 app.command("pack")(pack)
 app.command("generate")(generate)
