@@ -21,6 +21,7 @@ from coterie.models.load import build_skeleton
 from coterie.models.memory import available_bytes
 from coterie.models.skeleton import load_skeleton
 from coterie.parallel.layer_placement import experts_of_device
+from coterie.placement.numbering import EXPERT_ORDER_KEY, expert_order_of_placement, require_same_numbering
 from coterie.placement.placement import Placement
 from coterie.units import format_bytes
 
@@ -54,6 +55,7 @@ def load_rank(folder: Path, placement: Placement, rank: int, dtype: torch.dtype 
     Raises:
         BackendUnavailable: without torch or transformers.
         CheckpointError: when the experts are quantised, damaged or not understood, or do not fit.
+        ConfigError: when the placement numbers experts in another way than the model (a baked one).
         InfeasiblePlacement: when the placement is for another model.
     """
     import_transformers()
@@ -61,6 +63,8 @@ def load_rank(folder: Path, placement: Placement, rank: int, dtype: torch.dtype 
     spec, (width, hidden) = spec_of(skeleton), expert_sizes(skeleton)
     placement.require_model(spec, "the model")
     config = read_config(folder / "config.json")
+    held = config.get(EXPERT_ORDER_KEY)
+    require_same_numbering(expert_order_of_placement(placement.method), "the placement", held, "the model")
     refuse_quantised(config, folder, "spread over devices; use the unquantised checkpoint")
     shape = (spec.num_layers, spec.num_experts, width, hidden)
     records = ExpertRecords(read_headers(folder), str(text_part(config).get("model_type")), spec.layer_ids, shape)

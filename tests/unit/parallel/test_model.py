@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,9 @@ def test_refusals(tiny_checkpoint: Any) -> None:
         require_size(placement, 9)
     with pytest.raises(InfeasiblePlacement, match="the placement is for"):
         load_rank(tiny_checkpoint("qwen3_moe"), placement, 0)
+    baked = replace(placement, method={"trace": {"coterie_expert_order": "0123456789abcdef"}})
+    with pytest.raises(ConfigError, match="use files of one numbering"):
+        load_rank(mixtral, baked, 0)
 
 
 def test_training_is_refused(tiny_checkpoint: Any) -> None:
