@@ -187,7 +187,8 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
     """Makes model folders with random weights, one of each family, saved by Transformers' own class.
 
     3 layers, 8 experts, hidden size 32, a byte-level tokenizer of 260 tokens (0 padding, 1 begin, 2 end). Routers have
-    weights, and biases where the family has them, that spread the choices. Each is made once; do not write to it.
+    weights, and biases where the family has them, that spread the choices; gpt_oss's experts have biases too. Each is
+    made once; do not write to it.
     """
     made: dict[tuple[str, str], Path] = {}
 
@@ -215,6 +216,8 @@ def _save_tiny(family: str, dtype: str, folder: Path) -> Path:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if "e_score_correction_bias" in name or name.endswith("router.bias"):
                 torch.nn.init.normal_(tensor.data, std=0.3)
+            elif name.endswith("_proj_bias"):  # of gpt_oss's experts
+                torch.nn.init.normal_(tensor.data, std=0.1)
         model.save_pretrained(folder)
         _tiny_tokenizer().save_pretrained(folder)
     return folder

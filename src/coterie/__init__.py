@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from coterie.calibration.profile import profile_model as profile_model
     from coterie.errors import CoterieError as CoterieError
+    from coterie.models.bake import bake as bake
+    from coterie.models.bake import unbake as unbake
     from coterie.models.pack import pack as pack
     from coterie.models.prune import prune_destinations as prune_destinations
     from coterie.models.record import record as record
@@ -33,6 +35,8 @@ _HOME = {
     "RoutingTrace": "coterie.trace.routing_trace",
     "Topology": "coterie.topology",
     "profile_model": "coterie.calibration.profile",
+    "bake": "coterie.models.bake",
+    "unbake": "coterie.models.bake",
     "apply_widths": "coterie.models.widths",
     "expert_parallel": "coterie.parallel.model",
     "offload": "coterie.offloading.model",

@@ -152,6 +152,16 @@ def replacing_folder(path: Path, mark: str) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def refuse_own_folder(source: Path, target: Path) -> None:
+    """Refuse to write a model's copy into its own folder, or around it.
+
+    Raises:
+        ConfigError: when one of the folders is in the other.
+    """
+    if target.resolve().is_relative_to(source.resolve()) or source.resolve().is_relative_to(target.resolve()):
+        raise ConfigError(f"{target} is the model's own folder; name a new one, beside it")
+
+
 def _shapes(folder: Path) -> set[str]:
     """The files in a folder and below, every number in their names written as #."""
     files = (found for found in folder.rglob("*") if found.is_symlink() or not found.is_dir())

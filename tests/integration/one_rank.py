@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import Any
 
 os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
+
+import numpy as np
 
 from coterie.errors import CoterieError
 from coterie.models.load import load_tokenizer
@@ -14,12 +17,59 @@ from coterie.parallel.generation import generate
 from coterie.parallel.model import expert_parallel
 from coterie.parallel.processes import Launch, ProcessComms, joined
 from coterie.placement.placement import Placement
+from coterie.spec import MoESpec
+from coterie.topology import Topology
+
+
+class Scaling:
+    """Experts whose rows depend on nothing else, to the last bit; stands for `ExpertWeights`."""
+
+    width, num_experts = 1, 0
+
+    def __init__(self, scales: list[float]) -> None:
+        self._scales, self.num_experts = scales, len(scales)
+
+    def run(self, expert: int, width: int, x_NH: Any, width_N: Any = None) -> Any:
+        return x_NH * self._scales[expert]
+
+
+def check_exchanges(comms: ProcessComms) -> None:
+    """Layers with uneven, few and no tokens, over real sockets: outputs and bytes as the plain reference has them."""
+    import torch
+
+    from coterie.parallel.experts import route
+    from coterie.parallel.layer_placement import LayerPlacement, experts_of_device
+    from coterie.parallel.reference import reference, visits_between
+
+    rng = np.random.default_rng(0)
+    spec, hidden, scales = MoESpec("toy", 1, 11, 3), 5, [0.5 + expert for expert in range(11)]
+    for topology, counts in (("4", (9, 0, 1, 200)), ("2x2", (0, 0, 0, 0)), ("2x2", (3, 40, 0, 7))):
+        placement = Placement(rng.permutation(11)[None], Topology.parse(topology), spec)
+        layer = LayerPlacement.of(placement, 0)
+        ids = [torch.tensor(np.argsort(rng.random((count, 11)), axis=1)[:, :3]) for count in counts]
+        states = [torch.tensor(rng.normal(size=(count, hidden)), dtype=torch.float32) for count in counts]
+        weights = [torch.tensor(rng.random((count, 3)), dtype=torch.float32) for count in counts]
+        expected = reference(states, ids, weights, layer, lambda expert, x_NH: x_NH * scales[expert])[comms.rank]
+        own: Any = Scaling([scales[expert] for expert in experts_of_device(placement, 0, comms.rank)])
+        visits = visits_between(ids, layer)[comms.rank]
+        for two_hop in (False, True):
+            before = list(comms.sent_bytes_G)
+            given = (states[comms.rank], ids[comms.rank], weights[comms.rank])
+            output, handle = route(*given, layer, own, comms, two_hop=two_hop)
+            assert torch.equal(output, expected), "as the reference"
+            kinds = (handle.dispatch_bytes(), handle.combine_bytes(), handle.metadata_bytes())
+            counted = [sum(parts) for parts in zip(*kinds, strict=True)]
+            assert [after - b for after, b in zip(comms.sent_bytes_G, before, strict=True)] == counted, "as counted"
+            if not two_hop:
+                away = [count * (rank != comms.rank) * 4 * hidden for rank, count in enumerate(visits)]
+                assert handle.dispatch_bytes() == away, "a copy for each visit"
 
 
 def generate_all(comms: ProcessComms, jobs: str) -> None:
     """Every job's text, printed by rank 0: [model, placement file, prompts, tokens, two_hop]."""
     import torch
 
+    check_exchanges(comms)
     results = []
     for model, file, prompts, tokens, two_hop in json.loads(jobs):
         placement = Placement.load(file)

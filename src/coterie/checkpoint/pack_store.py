@@ -30,7 +30,7 @@ from coterie.checkpoint.expert_store import (
 from coterie.checkpoint.reorder import copy_bytes, other_files
 from coterie.checkpoint.safetensors_io import SINGLE_FILE, StoredTensor
 from coterie.checkpoint.store_layout import StoreLayout
-from coterie.errors import ConfigError
+from coterie.errors import CheckpointError, ConfigError
 from coterie.files import parse_json, read_text, write_text
 from coterie.progress import Progress, silent
 from coterie.units import format_bytes
@@ -70,7 +70,8 @@ def pack_store(
     _check_space(out, (layout.num_records - done) * layout.record_bytes + sum(each.nbytes for each in rest.values()))
     resumed = done
     try:
-        _write_skeleton(out / SKELETON_FOLDER, source, tensors, rest, config)
+        moved = {} if order_LEI is None else records.ordered_biases(order_LEI)
+        _write_skeleton(out / SKELETON_FOLDER, source, tensors, rest, moved, config)
         with (out / EXPERTS_FILE).open("r+b") as experts, (out / CHECKSUMS_FILE).open("r+b") as journal:
             experts.truncate(done * layout.record_bytes)
             journal.truncate(done * layout.blocks * 4)
@@ -95,6 +96,22 @@ def pack_store(
 def is_finished(out: Path) -> bool:
     """Whether a folder holds a finished store."""
     return (out / HEADER_FILE).is_file()
+
+
+def experts_packed(out: Path) -> tuple[int, int] | None:
+    """How many experts of an unfinished store are packed, and of how many; None where there is none."""
+    try:
+        layout = StoreLayout(**json.loads((out / PACKING_FILE).read_text(encoding="utf-8"))["layout"])
+        return _written(out, layout), layout.num_records
+    except (OSError, ValueError, KeyError, TypeError, CheckpointError):
+        return None
+
+
+def _written(out: Path, layout: StoreLayout) -> int:
+    return min(
+        (out / CHECKSUMS_FILE).stat().st_size // (layout.blocks * 4),
+        (out / EXPERTS_FILE).stat().st_size // layout.record_bytes,
+    )
 
 
 def _append(experts: BinaryIO, journal: BinaryIO, record_I3H: NDArray[Any], layout: StoreLayout) -> None:
@@ -130,11 +147,7 @@ def _begin(out: Path, header: StoreHeader, fingerprint: str) -> int:
         raise ConfigError(f"{out} holds an unfinished store of another model or order; remove it or name a new folder")
     for name in (EXPERTS_FILE, CHECKSUMS_FILE):
         (out / name).touch()
-    layout = header.layout
-    return min(
-        (out / CHECKSUMS_FILE).stat().st_size // (layout.blocks * 4),
-        (out / EXPERTS_FILE).stat().st_size // layout.record_bytes,
-    )
+    return _written(out, header.layout)
 
 
 def _fingerprint(tensors: Mapping[str, StoredTensor]) -> str:
@@ -145,9 +158,9 @@ def _fingerprint(tensors: Mapping[str, StoredTensor]) -> str:
 
 def _write_skeleton(
     folder: Path, source: Path, tensors: Mapping[str, StoredTensor], rest: Mapping[str, StoredTensor],
-    config: Mapping[str, Any],
+    moved: Mapping[str, NDArray[Any]], config: Mapping[str, Any],
 ) -> None:  # fmt: skip
-    """Everything but the experts: the tensors in one file, and the small files as they are."""
+    """Everything but the experts' weights: the tensors in one file, some `moved`, and the small files as they are."""
     folder.mkdir(exist_ok=True)
     copied, _ = other_files(source, sorted({tensor.file for tensor in tensors.values()}))
     for file in copied:
@@ -158,7 +171,10 @@ def _write_skeleton(
     write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
     with (folder / SINGLE_FILE).open("wb") as writer:
         writer.write(_safetensors_header(rest.items()))
-        for tensor in rest.values():
+        for name, tensor in rest.items():
+            if name in moved:
+                writer.write(moved[name].tobytes())
+                continue
             with tensor.file.open("rb") as reader:
                 reader.seek(tensor.start)
                 copy_bytes(reader, writer, tensor.nbytes)

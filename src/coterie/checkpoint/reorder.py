@@ -58,17 +58,14 @@ def reorder_files(
     axes = neuron_axes(tensors, model_type, layer_ids, (order_LEI.shape[0], order_LEI.shape[1], order_LEI.shape[2]))
     files = sorted({tensor.file for tensor in tensors.values()})
     others, left_out = other_files(source, files)
-    _check_space(out, [*files, *others])
+    check_space(out, [*files, *others], "the reordered checkpoint")
     done, total = 0, sum(file.stat().st_size for file in files)
     for file in files:
         held = {name: tensor for name, tensor in tensors.items() if tensor.file == file}
         _reorder_file(file, out / file.name, held, axes, order_LEI)
         done += file.stat().st_size
         progress("reordering", done, total)
-    for file in others:
-        target = out / file.relative_to(source)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, target)
+    copy_others(source, others, out)
     text = json.dumps({**config, **changes}, indent=2) + "\n"
     (out / "config.json").write_text(text, encoding="utf-8")
     return left_out
@@ -114,11 +111,29 @@ def other_files(source: Path, weights: list[Path]) -> tuple[list[Path], list[str
     return copied, left_out
 
 
-def _check_space(out: Path, files: Iterable[Path]) -> None:
+def copy_others(source: Path, files: Iterable[Path], out: Path) -> None:
+    """Copy files of the folder `source`, and of folders in it, to their places in `out`."""
+    for file in files:
+        target = out / file.relative_to(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target)
+
+
+def check_space(out: Path, files: Iterable[Path], what: str) -> None:
+    """Refuse to begin a copy that the disk has no room for.
+
+    Args:
+        out: the folder it is written into, inside the scratch folder of `files.replacing_folder`.
+        files: what it is made of.
+        what: what to call it.
+
+    Raises:
+        ConfigError: telling what is needed and what is free.
+    """
     needed, free = sum(file.stat().st_size for file in files), shutil.disk_usage(out).free
     if needed > free:
         raise ConfigError(
-            f"the reordered checkpoint takes {needed:,} bytes ({format_bytes(needed)}), {free:,} "
+            f"{what} takes {needed:,} bytes ({format_bytes(needed)}), {free:,} "
             f"({format_bytes(free)}) are free in {out.parent.parent}; free some space or choose another disk"
         )
 

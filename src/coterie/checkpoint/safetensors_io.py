@@ -50,11 +50,21 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     Raises:
         CheckpointError: when files are missing, truncated or damaged, or hold other tensors than the index says.
     """
+    return merged(read_files(folder))
+
+
+def merged(files: Mapping[Path, Mapping[str, StoredTensor]]) -> dict[str, StoredTensor]:
+    """The tensors of several files by name."""
+    return {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
+
+
+def read_files(folder: Path) -> dict[Path, dict[str, StoredTensor]]:
+    """As `read_headers`, file by file."""
     index = folder / INDEX_FILE
     if not index.is_file():
         if not (folder / SINGLE_FILE).is_file():
             raise _no_weights(folder)
-        return read_header(folder / SINGLE_FILE)
+        return {folder / SINGLE_FILE: read_header(folder / SINGLE_FILE)}
     weight_map = _weight_map(index)
     names = sorted(set(weight_map.values()))
     missing = [name for name in names if not (folder / name).is_file()]
@@ -62,15 +72,14 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(
             f"{folder} lacks {len(missing)} of its {len(names)} weight files, {missing[0]} for one; download it again"
         )
-    tensors: dict[str, StoredTensor] = {}
-    for name in names:
-        tensors.update(read_header(folder / name))
-    absent = next((name for name in weight_map if name not in tensors), None)
+    files = {folder / name: read_header(folder / name) for name in names}
+    held = merged(files)
+    absent = next((name for name in weight_map if name not in held), None)
     if absent is not None:
         raise CheckpointError(
             f"{index} places {absent} in {weight_map[absent]}, which does not hold it; download the model again"
         )
-    return tensors
+    return files
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -103,7 +112,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 def _tensor(file: Path, name: str, entry: Any, begin: int) -> StoredTensor:
     try:
         first, last = entry["data_offsets"]
-        dtype, shape = str(entry["dtype"]), tuple(int(size) for size in entry["shape"])
+        dtype, shape = str(entry["dtype"]), tuple(map(int, entry["shape"]))
         whole = 0 <= first <= last and (last > first) == (math.prod(shape) > 0)
     except (TypeError, KeyError, ValueError):
         whole = False
@@ -115,15 +124,15 @@ def _tensor(file: Path, name: str, entry: Any, begin: int) -> StoredTensor:
 def _weight_map(index: Path) -> Mapping[str, str]:
     document = parse_json(read_text(index, CheckpointError), index, CheckpointError)
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
-    plain = isinstance(weight_map, dict) and all(_is_plain_name(name) for name in weight_map.values())
-    if not weight_map or not plain:
+    named = isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())
+    if not weight_map or not named or not all(_is_plain_name(name) for name in set(weight_map.values())):
         raise CheckpointError(f"{index} has no weight_map from tensors to file names; download it again")
     return dict(weight_map)
 
 
-def _is_plain_name(name: Any) -> bool:
+def _is_plain_name(name: str) -> bool:
     """Whether it names a file in the folder itself: an index must not lead elsewhere."""
-    return isinstance(name, str) and name == Path(name).name and name not in ("", ".", "..")
+    return name == Path(name).name and name not in ("", ".", "..")
 
 
 def _no_weights(folder: Path) -> CheckpointError:

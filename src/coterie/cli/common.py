@@ -20,6 +20,10 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print exactly one JSON
 SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Same seed, same result.")]
 
 
+class Interrupted(Exception):
+    """Ctrl-C in a command that leaves something behind; the message says what, and what to do with it."""
+
+
 @contextmanager
 def progress() -> Iterator[Progress]:
     """A progress listener that shows a bar on stderr once work has taken a second; nothing if that is no terminal."""

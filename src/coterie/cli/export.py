@@ -30,11 +30,16 @@ def export(
     from coterie.engines.base import export_file
     from coterie.engines.registry import get_exporter
     from coterie.families import load_spec
+    from coterie.models.baked import expert_order_of
+    from coterie.placement.numbering import expert_order_of_placement, require_same_numbering
     from coterie.placement.placement import Placement
 
     exporter = get_exporter(to)
     placement = Placement.load(placement_file)
     spec = load_spec(model) if model else None
+    if model is not None:
+        held = expert_order_of(model)
+        require_same_numbering(expert_order_of_placement(placement.method), "the placement", held, str(model))
     if out.exists() and any(source is not None and out.samefile(source) for source in (placement_file, model)):
         raise ConfigError(f"--out {out} would overwrite an input; choose another name")
     exported = export_file(exporter, placement, out, spec)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from coterie.cli.common import JsonOption, emit_json, note, say, table, warnings_as_notes
+from coterie.cli.common import JsonOption, SeedOption, emit_json, note, say, table, warnings_as_notes
+from coterie.errors import ConfigError
 
 if TYPE_CHECKING:
+    from coterie.models.completions import Sampling
+    from coterie.models.prompts import Prompt
     from coterie.offloading.stats import OffloadStats
     from coterie.offloading.timeline import Timeline
 
@@ -18,8 +25,19 @@ if TYPE_CHECKING:
 def generate(
     store: Annotated[Path, typer.Argument(metavar="STORE", help="An expert store (coterie pack).")],
     budget: Annotated[str, typer.Option("--budget", help="What experts may take in memory: 6GiB, or 20% of them.")],
-    prompt: Annotated[str, typer.Option("--prompt", help="The text to continue.")],
+    prompt: Annotated[str | None, typer.Option("--prompt", help="The text to continue.")] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help='Many: .jsonl, {"prompt": ...} or {"messages": [{"role", "content"}]} a line, "id" if wanted.'
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Where the results of --prompts go, .jsonl; else to stdout.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts that run together, padded on the left.")] = 1,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens to generate, at most.")] = 64,
+    temperature: Annotated[float, typer.Option(help="Sample at this temperature; 0: the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this probability.")] = 1.0,
+    seed: SeedOption = 0,
     widths: Annotated[Path | None, typer.Option("--widths", help="A width plan for this store.")] = None,
     policy: Annotated[
         str | None, typer.Option("--policy", help="What to keep: lru, lru-layer, lfu, reuse or company.")
@@ -31,28 +49,34 @@ def generate(
     ahead: Annotated[
         bool, typer.Option("--ahead", help="Read what the next layer probably needs while the disk is idle.")
     ] = False,
+    device: Annotated[
+        str | None, typer.Option(help="cuda or cuda:1, experimental: never run on a GPU yet. The budget is its memory.")
+    ] = None,
     timeline: Annotated[
         Path | None, typer.Option(help="Write every load and computation as a Chrome trace, .json.")
     ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the last token's loads and computations, .html; needs coterie[report].")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Continue a prompt, greedily, with the experts read from the store as they are needed."""
-    from coterie.files import replacing
-    from coterie.models.load import load_tokenizer
+    """Continue prompts with the experts read from the store as they are needed."""
+    from coterie.models.completions import Sampling
     from coterie.offloading.model import offload
     from coterie.offloading.timeline import Timeline
     from coterie.policies.registry import DEFAULT
     from coterie.pruning.width_plan_file import load_plan
     from coterie.units import parse_bandwidth
 
-    recorder: Timeline | None = None
-    if timeline is not None:
-        recorder = Timeline()
-        with replacing(timeline) as place:  # a place to write to, before the work
-            place.write_text("{}", encoding="utf-8")
-    with warnings_as_notes():
+    sampling = Sampling(tokens, temperature, top_p, seed)
+    asked = _asked(prompt, prompts, out, as_json)
+    recorder: Timeline | None = None if timeline is None and picture is None else Timeline()
+    with ExitStack() as files, warnings_as_notes():
+        _require_places(timeline, picture)
         plan = None if widths is None else load_plan(widths)
         rate = None if bandwidth is None else parse_bandwidth(bandwidth)
+        tokenizer, ids = _tokens(store, asked, sampling)
+        sink = _sink(files, prompts, out)
         model = offload(
             store,
             budget,
@@ -62,45 +86,135 @@ def generate(
             bandwidth=rate,
             ahead=ahead,
             timeline=recorder,
+            device=device,
         )
-        try:
-            text, result = _continue(model, load_tokenizer(store / "model"), prompt, tokens)
-        finally:
-            model.close()
+        files.callback(model.close)
+        text, result = _continue(model, tokenizer, asked, ids, sampling, batch, sink)
     if recorder is not None and timeline is not None:
         recorder.write(timeline)
+    if recorder is not None and picture is not None:
+        _draw(recorder, picture, store, model.stats())
+    if device is not None:
+        note("offloading to a device is experimental: it has not run on a GPU yet")
+    about = {"store": str(store), "budget": budget, "batch": batch, **vars(sampling), "versions": _versions()}
     if as_json:
-        emit_json({"store": str(store), "budget": budget, "text": text, **result})
-    else:
-        say(text)
+        emit_json({**about, **({"text": text} if prompts is None else {"out": str(out)}), **result})
+    elif prompts is None or out is not None:
+        say(text if prompts is None else f"{out}: {len(asked)} results")
         _show(result, model.stats())
+    else:
+        note(
+            f"{len(asked)} prompts continued by {result['tokens']} tokens, {result['tokens_per_s']:.2f} a second with "
+            f"the prompts; {result['miss_ratio']:.1%} of expert uses missed"
+        )
 
 
-def _continue(model: Any, tokenizer: Any, prompt: str, tokens: int) -> tuple[str, dict[str, Any]]:
-    """The text, and figures of prompt and generation."""
-    import torch
+def _asked(prompt: str | None, prompts: Path | None, out: Path | None, as_json: bool) -> list[Prompt]:
+    """What to continue."""
+    from coterie.models.prompts import Prompt, read_prompts
 
-    from coterie.errors import ConfigError
+    if (prompt is None) == (prompts is None):
+        raise ConfigError(f"{'neither' if prompt is None else 'both'} --prompt and --prompts are given; give one")
+    if prompts is None:
+        if out is not None:
+            raise ConfigError("--out takes the results of --prompts; with --prompt the text goes to stdout")
+        return [Prompt(0, "--prompt", prompt)]
+    if as_json and out is None:
+        raise ConfigError(
+            "--json prints one object, and the results of --prompts are one each; send them to --out FILE"
+        )
+    return read_prompts(prompts)
 
-    ids = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    if ids["input_ids"].shape[1] == 0:
-        raise ConfigError("--prompt has no tokens; give some text")
-    with torch.inference_mode():
-        started = time.perf_counter()
-        out = model.generate(**ids, max_new_tokens=tokens, do_sample=False, pad_token_id=_padding(model, tokenizer))
-        seconds = time.perf_counter() - started
-    new = out[0, ids["input_ids"].shape[1] :]
-    text: str = tokenizer.decode(out[0], skip_special_tokens=True)
-    figures = {
-        "prompt_tokens": int(ids["input_ids"].shape[1]), "tokens": len(new), "seconds": seconds,
-        "tokens_per_s": len(new) / seconds, **model.stats().to_json(),
+
+def _tokens(store: Path, asked: Sequence[Prompt], sampling: Sampling) -> tuple[Any, list[list[int]]]:
+    """The store's tokenizer, and every prompt's tokens: all of them are checked before the work."""
+    from coterie.checkpoint.expert_store import open_store
+    from coterie.models.completions import require_positions
+    from coterie.models.load import load_config, load_tokenizer
+
+    folder = open_store(store).skeleton
+    tokenizer, config = load_tokenizer(folder), load_config(folder)
+    ids = [each.tokens(tokenizer) for each in asked]
+    for each, tokens in zip(asked, ids, strict=True):
+        require_positions(config.get_text_config(), len(tokens), sampling, each.source)
+    return tokenizer, ids
+
+
+def _require_places(timeline: Path | None, picture: Path | None) -> None:
+    """Refuse files that cannot be written, and a picture that cannot be drawn, before the work."""
+    from coterie.files import replacing
+    from coterie.report.page import graph_objects
+
+    if picture is not None:
+        graph_objects()
+    for path in (timeline, picture):
+        if path is not None:
+            with suppress(_Tried), replacing(path):
+                raise _Tried  # leaves nothing behind
+
+
+class _Tried(Exception):
+    pass
+
+
+def _sink(files: ExitStack, prompts: Path | None, out: Path | None) -> TextIO | None:
+    """Where result lines go; a file appears when all is done."""
+    from coterie.files import replacing
+
+    if prompts is None:
+        return None
+    if out is None:
+        return sys.stdout
+    return files.enter_context(files.enter_context(replacing(out)).open("w", encoding="utf-8"))
+
+
+def _continue(
+    model: Any, tokenizer: Any, asked: Sequence[Prompt], ids: list[list[int]], sampling: Sampling, batch: int,
+    sink: TextIO | None,
+) -> tuple[str, dict[str, Any]]:  # fmt: skip
+    """The last prompt with its continuation, and figures of all; a line for each goes to the sink."""
+    from coterie.models.completions import complete
+
+    started, done, counted, text = time.perf_counter(), 0, 0, ""
+    for completions in complete(model, tokenizer, ids, sampling, batch):
+        for each in completions:
+            source, own = asked[done], ids[done]
+            text = tokenizer.decode([*own, *each.ids], skip_special_tokens=True)
+            line = {
+                "id": source.id, "text": each.text, "prompt_tokens": len(own), "tokens": len(each.ids),
+                "finish": each.finish,
+            }  # fmt: skip
+            if sink is not None:
+                sink.write(json.dumps(line) + "\n")
+            done, counted = done + 1, counted + len(each.ids)
+        if sink is not None:
+            sink.flush()
+    seconds = time.perf_counter() - started
+    return text, {
+        "prompts": done, "prompt_tokens": sum(map(len, ids)), "tokens": counted, "seconds": seconds,
+        "tokens_per_s": counted / seconds, **model.stats().to_json(),
     }  # fmt: skip
-    return text, figures
 
 
-def _padding(model: Any, tokenizer: Any) -> Any:
-    known = (tokenizer.pad_token_id, tokenizer.eos_token_id, model.generation_config.eos_token_id)
-    return next((each for each in known if isinstance(each, int)), 0)
+def _draw(recorder: Timeline, picture: Path, store: Path, stats: OffloadStats) -> None:
+    from coterie.report.token_timeline import token_page
+    from coterie.units import format_bytes
+
+    notes = [
+        f"{store}, {format_bytes(stats.budget_bytes)} for experts, policy {stats.policy}, schedule {stats.schedule}. "
+        f"Made with {', '.join(f'{name} {number}' for name, number in _versions().items())}."
+    ]
+    if stats.emulated_bandwidth is not None:
+        notes.append(f"Reads at an emulated {stats.emulated_bandwidth / 1e9:g} GB/s: times are an emulation's.")
+    token_page(recorder.last_token(), notes).save(picture)
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    import coterie
+
+    return {"coterie": coterie.__version__, **{name: version(name) for name in ("torch", "transformers")}}
 
 
 def _show(result: dict[str, Any], stats: OffloadStats) -> None:

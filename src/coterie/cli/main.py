@@ -9,9 +9,12 @@ import typer
 
 import coterie
 from coterie.cli import demo, evaluate, export, place, profile, record, study, trace_prune, widths
+from coterie.cli.bake import bake
 from coterie.cli.bench_parallel import bench_parallel
 from coterie.cli.calibrate import calibrate
 from coterie.cli.cap import cap
+from coterie.cli.check_engine import check_engine
+from coterie.cli.common import Interrupted
 from coterie.cli.generate import generate
 from coterie.cli.generate_ep import generate_ep
 from coterie.cli.model_info import model_info
@@ -71,6 +74,8 @@ app.command("record")(record.record)
 app.command("profile")(profile.profile)
 app.command("export")(export.export)
 app.command("validate")(export.validate)
+app.command("check-engine")(check_engine)
+app.command("bake")(bake)
 app.command("reorder")(reorder)
 app.command("pack")(pack)
 app.command("generate")(generate)
@@ -100,6 +105,8 @@ def main() -> None:
         _fail(error.format_message(), 2)
     except (CoterieError, OSError) as error:
         _fail(str(error), 2)
+    except Interrupted as stopped:
+        _fail(f"interrupted; {stopped}", INTERRUPTED)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     if code == INTERRUPTED:  # what typer itself returns for Ctrl-C, without a word

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,16 +11,22 @@ from typing import Annotated
 
 import typer
 
-from coterie.cli.common import JsonOption, emit_json, note, progress, say
+from coterie.cli.common import Interrupted, JsonOption, emit_json, note, progress, say
 
 
 @contextmanager
 def _saying_what_stays(out: Path) -> Iterator[None]:
+    from coterie.checkpoint.pack_store import experts_packed
+
     try:
         yield
-    except KeyboardInterrupt:
-        note(f"{out} is not finished; the same command continues where this one stopped")
-        raise
+    except KeyboardInterrupt as stopped:
+        there = experts_packed(out)
+        if there is None:
+            raise
+        done, total = there
+        command = shlex.join(["coterie", *sys.argv[1:]])
+        raise Interrupted(f"{out} holds {done} of {total} experts; to go on from there: {command}") from stopped
 
 
 def pack(

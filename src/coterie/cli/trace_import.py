@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from coterie.cli.common import JsonOption, emit_json, note, progress, say
+
+if TYPE_CHECKING:
+    from coterie.trace.routing_trace import RoutingTrace
 
 _WORDS = {"warm_up": "warm-up", "repeated_by_rank": "ranks that repeat another"}
 
@@ -25,6 +30,10 @@ def trace_import(
     model: Annotated[
         Path | None, typer.Option("--model", help="The model's config.json: its layers, experts, top-k and groups.")
     ] = None,
+    unbake: Annotated[
+        Path | None,
+        typer.Option("--unbake", help="The baked checkpoint that was recorded: write the published experts' ids."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Import a recording of routing; warm-up and padding rows are dropped and counted."""
@@ -32,8 +41,9 @@ def trace_import(
     from coterie.trace.open import import_trace
 
     spec = None if model is None else load_spec(model)
+    change = _numbering(model, unbake)
     with progress() as listener:
-        trace = import_trace(source, out, format, spec, listener, num_experts=experts)
+        trace = import_trace(source, out, format, spec, listener, num_experts=experts, change=change)
     dropped, inferred = trace.provenance.get("dropped", {}), trace.provenance.get("inferred", {})
     if as_json:
         emit_json(
@@ -53,3 +63,22 @@ def trace_import(
         say("dropped: " + ", ".join(f"{count:,} rows of {_WORDS.get(what, what)}" for what, count in dropped.items()))
     for what, why in inferred.items():
         note(f"inferred {what.replace('_', ' ')}: {why}")
+
+
+def _numbering(model: Path | None, unbake: Path | None) -> Callable[[RoutingTrace], RoutingTrace] | None:
+    """What tells the trace which numbers its experts bear, or gives them the published ones."""
+    if unbake is not None:
+        from coterie.models.baked import unbaked_trace
+
+        return lambda trace: unbaked_trace(trace, unbake)
+    if model is None:
+        return None
+    from coterie.models.baked import expert_order_of
+    from coterie.placement.numbering import EXPERT_ORDER_KEY
+
+    held = expert_order_of(model)
+    return None if held is None else lambda trace: _marked(trace, {EXPERT_ORDER_KEY: held})
+
+
+def _marked(trace: RoutingTrace, marks: Mapping[str, Any]) -> RoutingTrace:
+    return replace(trace, provenance={**trace.provenance, **marks})

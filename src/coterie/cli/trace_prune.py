@@ -68,10 +68,13 @@ def _devices(routing: RoutingTrace, topology: str | None, placement: Path | None
             raise ConfigError("pruning needs devices; give --topology, e.g. --topology 8, or --placement")
         devices = Topology.parse(topology)
         return linear_devices(routing.spec, devices), devices, "linear"
+    from coterie.placement.numbering import EXPERT_ORDER_KEY, expert_order_of_placement, require_same_numbering
     from coterie.placement.placement import Placement
 
     placed = Placement.load(placement)
     placed.require_model(routing.spec, "the trace")
+    held = routing.provenance.get(EXPERT_ORDER_KEY)
+    require_same_numbering(expert_order_of_placement(placed.method), "the placement", held, "the trace")
     devices = topology_of(placed, topology, placement)
     return placed.device_of_expert(), devices, placement.name
 

@@ -58,7 +58,7 @@ class PlainJsonExporter:
         """How to use a placement where no file is read."""
         return [
             "vLLM (0.32, 0.33) reads no placement file: its ranks own experts in order, so renumber the checkpoint's "
-            "experts layer by layer instead, slot s becoming expert s",
+            "experts instead: coterie bake MODEL --placement PLACEMENT --out DIR",
         ]
 
     def recognises(self, document: Any) -> bool:

@@ -13,6 +13,7 @@ from coterie.models.prune import Homes, prune_destinations
 from coterie.models.prune_counts import PruneCounter
 from coterie.models.width_counts import WidthCounter
 from coterie.models.widths import apply_widths, require_plan
+from coterie.placement.numbering import EXPERT_ORDER_KEY, expert_order_of_placement, require_same_numbering
 from coterie.progress import Progress, silent
 from coterie.pruning.fitting import RuleChoice, fit_rule
 from coterie.pruning.routed import RoutedTrace, linear_devices
@@ -60,8 +61,12 @@ def pruning(
     devices = placement.topology if placement is not None else topology
     if devices is None:
         raise ConfigError("pruning needs devices; give --topology, e.g. --topology 8, or --placement")
+    held = getattr(model.config, EXPERT_ORDER_KEY, None)
     if placement is not None:
         placement.require_model(spec, "the model")
+        require_same_numbering(expert_order_of_placement(placement.method), "the placement", held, "the model")
+    if trace is not None:
+        require_same_numbering(trace.provenance.get(EXPERT_ORDER_KEY), "the trace to fit on", held, "the model")
     device_LE = linear_devices(spec, devices) if placement is None else placement.device_of_expert()
     rule = _fitted(choice, spec, trace, device_LE, devices, progress)
     counter = PruneCounter(spec.num_layers, devices.num_devices)

@@ -66,7 +66,7 @@ def pack(
 
     Raises:
         BackendUnavailable: without torch or transformers.
-        CheckpointError: when the experts are quantised, have biases, are damaged or not understood.
+        CheckpointError: when the experts are quantised, damaged or not understood.
         ConfigError: for another model's profile, a folder that holds something else, or too little space.
     """
     source, target = resolve(model), Path(out)

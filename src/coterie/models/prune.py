@@ -15,6 +15,7 @@ from coterie.models.backend import import_transformers
 from coterie.models.intercept import intercept
 from coterie.models.layers import MoELayer, spec_of
 from coterie.models.prune_counts import PruneCounter, PruneStats
+from coterie.placement.numbering import EXPERT_ORDER_KEY, expert_order_of_placement, require_same_numbering
 from coterie.placement.placement import Placement
 from coterie.pruning.destinations import Cap, Naive, Priced, PruningRule
 from coterie.pruning.routed import linear_devices
@@ -75,12 +76,13 @@ def prune_destinations(
 
     Raises:
         CheckpointError: when the model has no MoE layers that are recognised.
-        ConfigError: for an unknown rule, one without its strength, or homes that are no devices.
+        ConfigError: for an unknown rule, one without its strength, homes that are no devices, or a placement that
+            numbers the experts otherwise than the model (`coterie bake`).
         InfeasiblePlacement: when the placement is of another model or the experts do not fit the topology.
     """
     import_transformers()
     spec = spec_of(model)
-    device_LE, links = _where(spec, placement, topology)
+    device_LE, links = _where(spec, placement, topology, getattr(model.config, EXPERT_ORDER_KEY, None))
     pruner = DestinationPruner(
         spec, device_LE, links, _rule(rule, p, thetas, floor, (spec.num_layers, links.num_devices)),
         _homes(homes, links.num_devices), renormalises(model) if renormalise is None else renormalise, count,
@@ -198,13 +200,15 @@ def renormalises(model: Any) -> bool:
 
 
 def _where(
-    spec: MoESpec, placement: Placement | None, topology: Topology | str | None
+    spec: MoESpec, placement: Placement | None, topology: Topology | str | None, expert_order: str | None
 ) -> tuple[NDArray[np.int64], Topology]:
     """The device of every expert, and the topology."""
     if placement is not None:
         if topology is not None:
             raise ConfigError("a placement brings its own topology; leave the other out")
         placement.require_model(spec, "the model")
+        given = expert_order_of_placement(placement.method)
+        require_same_numbering(given, "the placement", expert_order, "the model")
         return placement.device_of_expert(), placement.topology
     if topology is None:
         raise ConfigError("destinations need devices: give a placement, or a topology like 8 for experts in order")

@@ -19,6 +19,7 @@ from coterie.models.batch_tokens import BatchTokens, TokenTracker
 from coterie.models.decision_buffer import DecisionBuffer
 from coterie.models.intercept import intercept
 from coterie.models.layers import spec_of
+from coterie.placement.numbering import EXPERT_ORDER_KEY
 from coterie.spec import MoESpec
 from coterie.trace.growing import GrowingTrace
 from coterie.trace.routing_trace import RoutingTrace
@@ -272,6 +273,7 @@ def _versions(model: Any, spec: MoESpec) -> dict[str, Any]:
         "format": "recorded",
         "model": spec.model,
         "dtype": str(model.dtype).removeprefix("torch."),
+        EXPERT_ORDER_KEY: getattr(model.config, EXPERT_ORDER_KEY, None),
         "versions": {
             "coterie": coterie.__version__, "torch": torch.__version__, "transformers": transformers.__version__,
         },

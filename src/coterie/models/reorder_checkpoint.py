@@ -12,7 +12,7 @@ import coterie
 from coterie.checkpoint.reorder import reorder_files
 from coterie.errors import ConfigError
 from coterie.families import read_config
-from coterie.files import replacing_folder
+from coterie.files import refuse_own_folder, replacing_folder
 from coterie.models.checkpoint_identity import identity_of_checkpoint
 from coterie.models.identity import ORDER_KEY, order_digest
 from coterie.models.layers import spec_of
@@ -75,8 +75,7 @@ def reorder(
             space.
     """
     source, target = resolve(model), Path(out)
-    if target.resolve().is_relative_to(source.resolve()) or source.resolve().is_relative_to(target.resolve()):
-        raise ConfigError(f"{target} is the model's own folder; name a new one, beside it")
+    refuse_own_folder(source, target)
     order = neuron_order(profile, variant)
     order_LEI = order.order_LEI
     digest, held = order_digest(order_LEI), read_config(source / "config.json").get(ORDER_KEY)

@@ -1,4 +1,4 @@
-"""A model without its routed experts: everything else in memory, as Transformers' own loading would have it."""
+"""A model without its routed experts' weights: the rest in memory, their biases too, as Transformers loads it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from coterie.units import format_bytes
 
 
 def load_skeleton(folder: Path, leave: Collection[str] = (), dtype: Any = None) -> Any:
-    """The model without its routed experts, in eval mode, its experts modules without weights.
+    """The model without its routed experts, in eval mode, its experts modules without weights but with their biases.
 
     Args:
-        folder: with config.json and every tensor but the routed experts': a store's skeleton, or a whole checkpoint.
+        folder: with config.json and every tensor but the routed experts' weights: a store's skeleton, or a whole
+            checkpoint.
         leave: names of tensors not to read: the experts' of a whole checkpoint.
         dtype: element type; None: the checkpoint's own.
 
@@ -41,7 +42,8 @@ def load_skeleton(folder: Path, leave: Collection[str] = (), dtype: Any = None) 
         )
     model = build_skeleton(folder, dtype)
     for layer in find_moe_layers(model):
-        layer.experts._parameters.clear()
+        for name in [name for name in layer.experts._parameters if not name.endswith("_bias")]:
+            del layer.experts._parameters[name]
     rename, shapes, dtype_of = renaming(model), model.state_dict(), _dtypes(model)
     state: dict[str, Any] = {}
     for file in sorted({tensor.file for tensor in tensors.values()}):

@@ -24,7 +24,7 @@ class Ahead:
         self._cache = cache
         self._guess = NextLayer(shape.num_layers, shape.num_experts)
         self._chance_E: NDArray[np.float64] = np.zeros(shape.num_experts)
-        self._blocks_LE = np.full((shape.num_layers, shape.num_experts), shape.blocks, np.int64)
+        self._blocks_LE = np.zeros((shape.num_layers, shape.num_experts), np.int64)  # as wide as never run: not wanted
 
     def observe(self, layer: int, experts_N: NDArray[Any], blocks_N: NDArray[Any]) -> None:
         """A layer runs these experts so wide; layers come in order."""

@@ -8,11 +8,14 @@ import queue
 import threading
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
 from coterie.checkpoint.expert_store import ExpertStore
+from coterie.checkpoint.store_layout import StoreLayout
 from coterie.errors import CheckpointError, ConfigError
 from coterie.offloading.timeline import LINK, Timeline
 
@@ -68,13 +71,18 @@ class Load:
 
 
 @dataclass(frozen=True)
-class _Read:
-    """One read: whole blocks of one load."""
+class Read:
+    """One read: whole blocks of one load; `into` is None where the link has a place of its own."""
 
     load: Load
     first: int
     end: int
-    into: memoryview
+    into: memoryview | None
+
+
+def blocks_a_read(layout: StoreLayout) -> int:
+    """The most blocks in one read."""
+    return min(layout.blocks, max(1, _READ_BYTES // layout.block_bytes))
 
 
 class Link:
@@ -103,7 +111,7 @@ class Link:
             raise ConfigError(f"{threads} threads at a bandwidth of {bandwidth}; both must be positive")
         self._store, self._bandwidth, self._timeline = store, bandwidth, timeline
         self._checked_LEB = np.zeros(store.checksums_LEB.shape, np.bool_)
-        self._queue: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Read | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._active, self._since, self._free_at = 0, 0.0, 0.0
         self.busy_seconds, self.loaded_bytes = 0.0, 0
@@ -114,7 +122,7 @@ class Link:
         for thread in self._threads:
             thread.start()
 
-    def read(self, layer: int, expert: int, first: int, end: int, into: memoryview) -> Load:
+    def read(self, layer: int, expert: int, first: int, end: int, into: memoryview | None) -> Load:
         """Begin to read the blocks from `first` to before `end` of an expert.
 
         Args:
@@ -122,16 +130,17 @@ class Link:
             expert: the expert.
             first: the first block.
             end: one past the last.
-            into: where they go, aligned, as long as `StoreLayout.span` says.
+            into: where they go, aligned, as long as `StoreLayout.span` says; None: where the link itself puts them.
         """
         layout, load = self._store.layout, Load(layer, expert, first, end)
-        step = max(1, _READ_BYTES // layout.block_bytes)
+        step = blocks_a_read(layout)
         base, _ = layout.span(first, end)
         reads = []
         for start in range(first, end, step):
             stop = min(start + step, end)
             offset, nbytes = layout.span(start, stop)
-            reads.append(_Read(load, start, stop, into[offset - base : offset - base + nbytes]))
+            part = None if into is None else into[offset - base : offset - base + nbytes]
+            reads.append(Read(load, start, stop, part))
         load.expect(len(reads))
         for each in reads:
             self._queue.put(each)
@@ -159,13 +168,23 @@ class Link:
                     error = CheckpointError(f"cannot read {self._store.experts_file}: {reason}")
             each.load.arrive(error)
 
-    def _transfer(self, each: _Read) -> None:
+    @contextmanager
+    def landing(self, read: Read) -> Iterator[memoryview]:
+        """Where a read puts its bytes, to be checked there before the block ends."""
+        assert read.into is not None, "this link reads straight to where the caller says"
+        yield read.into
+
+    def _transfer(self, each: Read) -> None:
+        with self.landing(each) as into:
+            self._fetch(each, into)
+
+    def _fetch(self, each: Read, into: memoryview) -> None:
         layout, load = self._store.layout, each.load
         start, nbytes = layout.span(each.first, each.end)
         offset = layout.offset(load.layer, load.expert) + start
         began = self._begin()
         try:
-            self._read_retrying(each, offset)
+            self._read_retrying(each, into, offset)
             self._throttle(began, nbytes)
         finally:
             ended = self._finish(nbytes)
@@ -175,13 +194,13 @@ class Link:
         for block in range(each.first, each.end):
             if not self._checked_LEB[load.layer, load.expert, block]:
                 own, size = layout.span(block, block + 1)
-                self._store.check_block(load.layer, load.expert, block, each.into[own - start : own - start + size])
+                self._store.check_block(load.layer, load.expert, block, into[own - start : own - start + size])
                 self._checked_LEB[load.layer, load.expert, block] = True
 
-    def _read_retrying(self, each: _Read, offset: int) -> None:
+    def _read_retrying(self, each: Read, into: memoryview, offset: int) -> None:
         for attempt in range(_ATTEMPTS):
             try:
-                self.fill(each.into, offset)
+                self.fill(into, offset)
                 return
             except OSError as error:
                 if error.errno == errno.EINVAL and self.direct:

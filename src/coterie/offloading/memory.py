@@ -7,6 +7,7 @@ width lie contiguous, grow in place, and give their tails back to the system. No
 from __future__ import annotations
 
 import mmap
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +16,31 @@ from coterie.checkpoint.store_layout import PARTS, StoreLayout
 from coterie.errors import BudgetError
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Memory(Protocol):
+    """What the runtime asks of wherever experts live.
+
+    Attributes:
+        beside_bytes: what it takes of the budget beside the experts.
+        gathered_bytes: what it copied so far to have experts in one piece.
+    """
+
+    beside_bytes: int
+    gathered_bytes: int
+
+    def record(self, layer: int, expert: int) -> Tensor:
+        """[at least its resident neurons, 3, H]; only those may be used, until the next call."""
+
+    def buffer(self, layer: int, expert: int, first: int, end: int) -> memoryview | None:
+        """Room for the blocks from `first` to before `end`; None where the link knows it."""
+
+    def evict(self, layer: int, expert: int, blocks: int) -> None:
+        """Give back all but the first `blocks` blocks."""
+
+    def clear(self) -> None:
+        """Give back everything."""
 
 
 class ExpertMemory:
@@ -31,6 +56,7 @@ class ExpertMemory:
 
     def __init__(self, layout: StoreLayout, poison: bool = False) -> None:
         self._layout, self._poison = layout, poison
+        self.beside_bytes = self.gathered_bytes = 0
         try:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
             self._memory = mmap.mmap(-1, layout.total_bytes, flags=flags)
@@ -48,7 +74,7 @@ class ExpertMemory:
         """[I, 3, H], a view; only its resident prefix may be used."""
         key = (layer, expert)
         if key not in self._records:
-            layout, dtype = self._layout, _TYPES[self._layout.dtype]
+            layout, dtype = self._layout, TYPES[self._layout.dtype]
             shape = (layout.width, PARTS, layout.hidden_size)
             count, offset = layout.width * PARTS * layout.hidden_size, layout.offset(layer, expert)
             self._records[key] = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).view(shape)

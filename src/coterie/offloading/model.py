@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -10,21 +11,23 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from coterie.checkpoint.expert_store import ExpertStore, open_store
 from coterie.errors import CheckpointError, ConfigError
+from coterie.models.backend import import_transformers
 from coterie.models.identity import ORDER_KEY, identity_of, order_digest
 from coterie.models.layers import MoELayer, find_moe_layers
-from coterie.models.memory import available_bytes
 from coterie.models.skeleton import load_skeleton
 from coterie.offloading.budget import budget_blocks
-from coterie.offloading.timeline import Timeline
+from coterie.offloading.timeline import LAYER, Timeline
 from coterie.policies.cache import ExpertCache
 from coterie.policies.eviction import CacheShape
 from coterie.policies.registry import DEFAULT, make_policy
 from coterie.policies.schedule import get_schedule
 from coterie.pruning.width_plan import WidthPlan
+from coterie.pruning.widths import widest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from coterie.offloading.device import Device
     from coterie.offloading.runtime import Runtime
 
 Widths: TypeAlias = "Callable[[int, Tensor, Tensor], Tensor]"
@@ -35,6 +38,7 @@ def offload(
     store: str | Path, budget: str | int | float, widths: WidthPlan | Widths | None = None, *, policy: str = DEFAULT,
     schedule: str = "johnson", threads: int = 2, direct: bool = True, bandwidth: float | None = None,
     timeout: float = 60.0, ahead: bool = False, check: bool = False, timeline: Timeline | None = None,
+    device: str | Device | None = None,
 ) -> Any:  # fmt: skip
     """A model that runs as usual, its experts read from a store as they are needed and kept as a budget allows.
 
@@ -58,10 +62,14 @@ def offload(
         check: for tests: poison memory that holds nothing, and compute every expert twice, the second time from
             freshly read weights.
         timeline: filled with every load, computation and wait.
+        device: "cuda" or "cuda:1" (experimental: it has not run on a GPU yet): everything but the experts is there, and
+            the budget is of its memory, pinned staging on the host and room to copy one expert together included.
+            None: the CPU, where experts are computed from where they were read to.
 
     Raises:
-        BackendUnavailable: without torch or transformers.
-        BudgetError: when the budget holds no expert, or exceeds the free memory.
+        BackendUnavailable: without torch or transformers, or such a device.
+        BudgetError: when the budget holds no expert as wide as the plan runs any (whole, where `widths` is a function),
+            or exceeds the free memory.
         CheckpointError: for a store that is unfinished, damaged, or not of its skeleton.
         ConfigError: for an unknown policy or schedule, or widths of another model or order.
     """
@@ -69,23 +77,28 @@ def offload(
     layout = opened.layout
     shape = CacheShape(layout.num_layers, layout.num_experts, layout.blocks)
     evictions, _ = make_policy(policy, shape), get_schedule(schedule)
-    blocks = budget_blocks(budget, layout, available_bytes())
-    model = load_skeleton(opened.skeleton)
+    bound = widest(widths) if isinstance(widths, WidthPlan) else None
+    import_transformers()
+    from coterie.offloading.places import Places
+    from coterie.offloading.runtime import Runtime
+    from coterie.ops.neuron_records import biases_of, gate_of
+
+    places = Places(opened, device, bound, threads)
+    blocks = budget_blocks(budget, layout, places.free_bytes(), bound, places.beside_bytes)
+    model = places.put(load_skeleton(opened.skeleton))
     layers = find_moe_layers(model)
     _require_same(model, layers, opened)
-    from coterie.offloading.link import Link
-    from coterie.offloading.memory import ExpertMemory
-    from coterie.offloading.runtime import Runtime
-
     chosen = _widths(model, opened, widths)
-    link = Link(opened, threads, direct, bandwidth, timeline)
-    gates: list[Any] = [layer.experts._apply_gate for layer in layers]
-    cache, memory = ExpertCache(shape, blocks, evictions), ExpertMemory(layout, poison=check)
+    memory, link = places.memory_and_link(blocks, check, direct, bandwidth, timeline, timeout)
+    gates = [gate_of(layer.experts) for layer in layers]
+    biases = [biases_of(layer.experts) for layer in layers]
+    cache = ExpertCache(shape, blocks, evictions)
     runtime = Runtime(
-        opened, cache, memory, link, gates, chosen, schedule, timeout, ahead, check, timeline, bandwidth
+        opened, cache, memory, link, gates, chosen, schedule, timeout, ahead, check, timeline, bandwidth,
+        biases,
     )  # fmt: skip
     for layer in layers:
-        _replace_forward(layer, runtime)
+        _replace_forward(layer, runtime, timeline)
     model.stats, model.close = runtime.stats, runtime.close
     weakref.finalize(model, runtime.close)
     return model
@@ -118,10 +131,10 @@ def _widths(model: Any, store: ExpertStore, widths: WidthPlan | Widths | None) -
             f"the store has {layout.width} neurons an expert in the order {order or 'of the original'}, the width plan "
             f"is for {widths.width} in the order {order_digest(widths.order_LEI)}; pack with the plan's own profile"
         )
-    return WidthTables.of(widths).widths
+    return WidthTables.of(widths, model.device).widths
 
 
-def _replace_forward(layer: MoELayer, runtime: Runtime) -> None:
+def _replace_forward(layer: MoELayer, runtime: Runtime, timeline: Timeline | None) -> None:
     """The experts run from the store; hooks run as ever, since they are called around it."""
     experts: Any = layer.experts
     index = layer.index
@@ -129,6 +142,10 @@ def _replace_forward(layer: MoELayer, runtime: Runtime) -> None:
     @functools.wraps(experts.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
         hidden_TH, ids_TK, weights_TK = (*args, *kwargs.values())
-        return runtime.run(index, hidden_TH, ids_TK, weights_TK)
+        began = time.perf_counter()
+        output = runtime.run(index, hidden_TH, ids_TK, weights_TK)
+        if timeline is not None:
+            timeline.add(LAYER, f"layer {index}", began, time.perf_counter(), rows=len(hidden_TH))
+        return output
 
     experts.forward = forward

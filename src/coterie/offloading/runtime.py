@@ -18,19 +18,18 @@ import torch
 from torch import Tensor
 
 from coterie.checkpoint.expert_store import ExpertStore
-from coterie.checkpoint.store_layout import StoreLayout
+from coterie.checkpoint.store_layout import PARTS, StoreLayout
 from coterie.errors import BudgetError, CheckpointError, ConfigError, CoterieError
 from coterie.offloading.ahead import Ahead
 from coterie.offloading.link import Link, Load
-from coterie.offloading.memory import ExpertMemory
+from coterie.offloading.memory import TYPES, Memory
 from coterie.offloading.stats import OffloadStats
 from coterie.offloading.timeline import COMPUTE, WAIT, Timeline
 from coterie.ops.gated_ffn import SlotGroups
-from coterie.ops.neuron_records import run_record
+from coterie.ops.neuron_records import Biases, Gate, run_record
 from coterie.policies.cache import Decision, ExpertCache
 from coterie.policies.schedule import get_schedule
 
-Gate = Callable[[Tensor], Tensor]
 Widths = Callable[[int, Tensor, Tensor], Tensor]
 _REMEMBERED = 0.8  # of a rate, from one measurement to the next
 
@@ -56,33 +55,38 @@ class Runtime:
         ahead: begin to read what the next layer probably needs while the link is idle.
         check: compare every expert's output with one from a fresh copy of its weights: slow, for tests.
         timeline: told of every computation and wait.
+        emulated_bandwidth: of the link, bytes per second, to be told; None: it is real.
+        biases: each layer's; None: no expert has any.
     """
 
     def __init__(
-        self, store: ExpertStore, cache: ExpertCache, memory: ExpertMemory, link: Link, gates: Sequence[Gate],
+        self, store: ExpertStore, cache: ExpertCache, memory: Memory, link: Link, gates: Sequence[Gate],
         widths: Widths | None = None, schedule: str = "johnson", timeout: float = 60.0, ahead: bool = False,
         check: bool = False, timeline: Timeline | None = None, emulated_bandwidth: float | None = None,
+        biases: Sequence[Biases | None] | None = None,
     ) -> None:  # fmt: skip
         if not timeout > 0:
             raise ConfigError(f"timeout = {timeout}; it must be positive")
         self._store, self._cache, self._memory, self._link = store, cache, memory, link
         self._layout: StoreLayout = store.layout
         self._gates, self._widths, self._order = gates, widths, get_schedule(schedule)
+        self._biases = biases if biases is not None else [None] * store.layout.num_layers
         self._timeout, self._check, self._timeline = timeout, check, timeline
         self._flying: dict[tuple[int, int], list[Load]] = {}
         self._ahead = Ahead(cache) if ahead and store.layout.num_layers > 1 else None
         self._failed: CoterieError | None = None
         self._lock = threading.Lock()
         self._rates = [1e9, 1e10]  # bytes per second of loads and of computing one row: a guess until measured
-        budget = cache.budget_blocks * self._layout.block_bytes
+        budget = cache.budget_blocks * self._layout.block_bytes + memory.beside_bytes
         self._stats = OffloadStats(
             cache.policy.name, schedule, budget, direct=link.direct, emulated_bandwidth=emulated_bandwidth
         )
 
     def stats(self) -> OffloadStats:
         """What happened so far."""
-        link = self._link
-        return replace(self._stats, loaded_bytes=link.loaded_bytes, load_seconds=link.busy_seconds, direct=link.direct)
+        link, gathered = self._link, self._memory.gathered_bytes
+        told = replace(self._stats, loaded_bytes=link.loaded_bytes, load_seconds=link.busy_seconds, direct=link.direct)
+        return replace(told, gathered_bytes=gathered)
 
     def close(self) -> None:
         """End the link's threads and give the experts' memory back; the model cannot run afterwards."""
@@ -135,9 +139,10 @@ class Runtime:
             while pending and self._admit(visit, pending[0]):
                 admitted.append(pending.popleft())
             if not admitted:
+                needed = visit.need[pending[0]] * self._layout.block_bytes
                 raise BudgetError(
-                    f"a budget of {self._stats.budget_bytes:,} bytes holds no expert of layer {visit.layer} now; the "
-                    f"smallest workable one is {self._layout.blocks * self._layout.block_bytes:,} bytes"
+                    f"a budget of {self._stats.budget_bytes:,} bytes does not hold expert {pending[0]} of layer "
+                    f"{visit.layer}, {needed:,} bytes as wide as it runs; the smallest workable one holds that"
                 )
             expert = next((each for each in admitted if self._is_here(visit.layer, each)), admitted[0])
             admitted.remove(expert)
@@ -202,7 +207,7 @@ class Runtime:
         """Carry out a decision: give memory back first, then begin to read."""
         for layer, expert, blocks in decision.evicted_N3.tolist():
             self._memory.evict(layer, expert, blocks)
-        peak = self._cache.used_blocks * self._layout.block_bytes
+        peak = self._cache.used_blocks * self._layout.block_bytes + self._memory.beside_bytes
         self._stats.peak_expert_bytes = max(self._stats.peak_expert_bytes, peak)
         rank = {expert: number for number, expert in enumerate(order)}
         for expert, first, end in sorted(decision.loads_N3.tolist(), key=lambda load: rank[load[0]]):
@@ -260,12 +265,13 @@ class Runtime:
         """The outputs of an expert's groups."""
         began = time.perf_counter()
         record, gate = self._memory.record(visit.layer, expert), self._gates[visit.layer]
+        biases = self._biases[visit.layer]
 
         def run(_: int, width: int, x_NH: Tensor, width_N: Tensor | None) -> Tensor:
-            output = run_record(record, width, gate, x_NH, width_N)
+            output = run_record(record, width, gate, x_NH, width_N, biases, expert)
             if self._check:
-                fresh = self._fresh(visit.layer, expert, width)
-                if not torch.equal(output, run_record(fresh, width, gate, x_NH, width_N)):
+                fresh = self._fresh(visit.layer, expert, width).to(output.device)
+                if not torch.equal(output, run_record(fresh, width, gate, x_NH, width_N, biases, expert)):
                     raise CheckpointError(
                         f"layer {visit.layer}, expert {expert} was computed with other weights than the store's; "
                         "report this"
@@ -289,8 +295,9 @@ class Runtime:
             file.seek(self._layout.offset(layer, expert))
             nbytes = self._layout.span(0, self._layout.blocks_of(width))[1]
             fresh[:nbytes] = file.read(nbytes)
-        like = self._memory.record(layer, expert)
-        return torch.frombuffer(fresh, dtype=like.dtype, count=like.numel()).view(like.shape)
+        shape = (self._layout.width, PARTS, self._layout.hidden_size)
+        count = self._layout.width * PARTS * self._layout.hidden_size
+        return torch.frombuffer(fresh, dtype=TYPES[self._layout.dtype], count=count).view(shape)
 
     def _ordered(self, visit: _Visit) -> list[int]:
         """A visit's experts in the order to load and compute them."""

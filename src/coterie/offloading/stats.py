@@ -20,6 +20,7 @@ class OffloadStats:
         chosen_bytes: what full offload would have read: every expert that a visit chose, whole.
         loaded_bytes: what was read.
         ahead_bytes: of these, what was begun before the layer that needs it was reached; its experts count as hits.
+        gathered_bytes: what was copied together within a device, because experts lay scattered there; 0 on the host.
         load_seconds: while any read was under way.
         exposed_seconds: while computation waited for a read.
         compute_seconds: computing experts.
@@ -37,6 +38,7 @@ class OffloadStats:
     chosen_bytes: int = 0
     loaded_bytes: int = 0
     ahead_bytes: int = 0
+    gathered_bytes: int = 0
     load_seconds: float = 0.0
     exposed_seconds: float = 0.0
     compute_seconds: float = 0.0
@@ -66,8 +68,8 @@ class OffloadStats:
     def since(self, before: OffloadStats) -> OffloadStats:
         """What happened after `before`; the peak stays that of the whole time."""
         names = (
-            "layer_visits", "hits", "misses", "chosen_bytes", "loaded_bytes", "ahead_bytes", "load_seconds",
-            "exposed_seconds", "compute_seconds",
+            "layer_visits", "hits", "misses", "chosen_bytes", "loaded_bytes", "ahead_bytes", "gathered_bytes",
+            "load_seconds", "exposed_seconds", "compute_seconds",
         )  # fmt: skip
         return replace(self, **{name: getattr(self, name) - getattr(before, name) for name in names})
 

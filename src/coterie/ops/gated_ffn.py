@@ -84,6 +84,11 @@ class ExpertWeights:
         return int(self.down.shape[1 if self.transposed else 2])
 
     @property
+    def hidden_size(self) -> int:
+        """H."""
+        return int(self.down.shape[2 if self.transposed else 1])
+
+    @property
     def neuron_bytes(self) -> int:
         """Bytes of one neuron: its gate row, up row and down column, and its biases."""
         own = self.gate_up.numel() + self.down.numel()

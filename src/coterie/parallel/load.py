@@ -21,6 +21,7 @@ from coterie.models.load import build_skeleton
 from coterie.models.memory import available_bytes
 from coterie.models.skeleton import load_skeleton
 from coterie.parallel.layer_placement import experts_of_device
+from coterie.placement.numbering import EXPERT_ORDER_KEY, expert_order_of_placement, require_same_numbering
 from coterie.placement.placement import Placement
 from coterie.units import format_bytes
 
@@ -53,7 +54,8 @@ def load_rank(folder: Path, placement: Placement, rank: int, dtype: torch.dtype 
 
     Raises:
         BackendUnavailable: without torch or transformers.
-        CheckpointError: when the experts are quantised, have biases, are damaged or not understood, or do not fit.
+        CheckpointError: when the experts are quantised, damaged or not understood, or do not fit.
+        ConfigError: when the placement numbers experts in another way than the model (a baked one).
         InfeasiblePlacement: when the placement is for another model.
     """
     import_transformers()
@@ -61,6 +63,8 @@ def load_rank(folder: Path, placement: Placement, rank: int, dtype: torch.dtype 
     spec, (width, hidden) = spec_of(skeleton), expert_sizes(skeleton)
     placement.require_model(spec, "the model")
     config = read_config(folder / "config.json")
+    held = config.get(EXPERT_ORDER_KEY)
+    require_same_numbering(expert_order_of_placement(placement.method), "the placement", held, "the model")
     refuse_quantised(config, folder, "spread over devices; use the unquantised checkpoint")
     shape = (spec.num_layers, spec.num_experts, width, hidden)
     records = ExpertRecords(read_headers(folder), str(text_part(config).get("model_type")), spec.layer_ids, shape)
@@ -74,18 +78,24 @@ def load_rank(folder: Path, placement: Placement, rank: int, dtype: torch.dtype 
 
 
 def _fill(experts: Any, records: ExpertRecords, layer: int, own: Sequence[int], dtype: torch.dtype) -> None:
-    """Give a module the weights of some experts, in this order."""
-    if experts.is_transposed or not experts.is_concatenated:
-        raise CheckpointError(f"{type(experts).__name__}: the layout of its experts is not understood")
+    """Give a module the weights of some experts, in this order and in the module's own layout."""
     width, hidden = records.layout.width, records.layout.hidden_size
-    gate_up = torch.empty((len(own), 2 * width, hidden), dtype=dtype)
-    down = torch.empty((len(own), hidden, width), dtype=dtype)
+    turned = bool(experts.is_transposed)
+    gate_up = torch.empty((len(own), hidden, 2 * width) if turned else (len(own), 2 * width, hidden), dtype=dtype)
+    down = torch.empty((len(own), width, hidden) if turned else (len(own), hidden, width), dtype=dtype)
+    rows_N2IH, rows_NIH = gate_up.mT if turned else gate_up, down if turned else down.mT
+    gate, up = (
+        (slice(0, width), slice(width, None)) if experts.is_concatenated else (slice(0, None, 2), slice(1, None, 2))
+    )
     for place, expert in enumerate(own):
         record_I3H = _floats(records, layer, expert)
-        gate_up[place, :width], gate_up[place, width:] = record_I3H[:, 0], record_I3H[:, 1]
-        down[place] = record_I3H[:, 2].t()
+        rows_N2IH[place, gate], rows_N2IH[place, up] = record_I3H[:, 0], record_I3H[:, 1]
+        rows_NIH[place] = record_I3H[:, 2]
     experts.gate_up_proj = torch.nn.Parameter(gate_up, requires_grad=False)
     experts.down_proj = torch.nn.Parameter(down, requires_grad=False)
+    for name in [name for name in experts._parameters if name.endswith("_bias")]:
+        own_bias = experts._parameters[name][list(own)].to(dtype)
+        experts._parameters[name] = torch.nn.Parameter(own_bias, requires_grad=False)
 
 
 def _floats(records: ExpertRecords, layer: int, expert: int) -> Tensor:

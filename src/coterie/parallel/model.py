@@ -42,7 +42,7 @@ def expert_parallel(
 
     Raises:
         BackendUnavailable: without torch or transformers.
-        CheckpointError: when the model cannot be read, or its experts are quantised or have biases.
+        CheckpointError: when the model cannot be read, or its experts are quantised.
         ConfigError: when the group has another size than the placement.
         InfeasiblePlacement: when the placement is for another model.
     """
@@ -107,7 +107,7 @@ class ExpertParallel:
     def _nothing(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """No tokens, as the layer would be given them."""
         weights = self._weights_L[layer].gate_up
-        hidden_0H = weights.new_empty((0, self._weights_L[layer].down.shape[1]))
+        hidden_0H = weights.new_empty((0, self._weights_L[layer].hidden_size))
         ids_0K = torch.empty((0, self._top_k), dtype=torch.int64, device=weights.device)
         return hidden_0H, ids_0K, torch.empty_like(ids_0K, dtype=torch.float32)
 

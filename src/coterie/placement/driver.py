@@ -16,6 +16,7 @@ from coterie.errors import ConfigError, InfeasiblePlacement
 from coterie.placement.candidates import Candidates, Measured, Setting, measure_candidates, propose
 from coterie.placement.groups import has_freedom
 from coterie.placement.metrics import LayerMetrics, full_metrics
+from coterie.placement.numbering import EXPERT_ORDER_KEY
 from coterie.placement.objective import Objective
 from coterie.placement.placement import Placement
 from coterie.placement.problem import TRIAL_TOKENS
@@ -257,4 +258,5 @@ def describe_trace(trace: RoutingTrace) -> dict[str, Any]:
         "model": trace.spec.model, "layers": trace.num_layers, "experts": trace.spec.num_experts,
         "top_k": trace.spec.top_k, "tokens": trace.num_tokens, "sequences": trace.num_sequences,
         "fingerprint": trace.fingerprint(), "synthetic": bool(trace.provenance.get("synthetic", False)),
+        EXPERT_ORDER_KEY: trace.provenance.get(EXPERT_ORDER_KEY),
     }  # fmt: skip

@@ -51,6 +51,27 @@ def widths(plan: WidthPlan, layer: int, ids_TK: ArrayLike, weights_TK: ArrayLike
     return np.minimum(_BY_POLICY[plan.policy](plan, layer, ids, weights), plan.width)
 
 
+def widest(plan: WidthPlan) -> int:
+    """The widest that a plan runs any expert, whatever the decisions: neurons, within [0, I].
+
+    Args:
+        plan: a plan.
+    """
+    tables, most = plan.tables, plan.width
+    if plan.policy in ("crisp", "symmetric"):
+        most = int(tables["width_CR"].max())  # the least of an anchor is one of them
+    elif plan.policy == "uniform":
+        most = int(tables["width"])
+    elif plan.policy == "drop":
+        most = int(tables["width_LE"].max())
+    elif plan.policy == "value":  # with all of a token's weight
+        lowest = tables["price_C"].min() if is_priced(plan) else np.float32(1)
+        most = int((tables["value_LES"] >= tables["threshold"] * lowest).sum(-1).max()) * int(tables["step"])
+    elif plan.policy == "by-weight":
+        most = int((tables["cut_S"] < 1).sum()) * int(tables["step"])
+    return min(most, plan.width)
+
+
 def normalised(weights_TK: NDArray[np.float32]) -> NDArray[np.float32]:
     """Weights divided by their token's sum, added in the order of slots; equal shares where all are zero."""
     total_T = weights_TK[:, 0].copy()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,7 @@ def import_trace(
     progress: Progress = silent,
     *,
     num_experts: int | None = None,
+    change: Callable[[RoutingTrace], RoutingTrace] | None = None,
 ) -> RoutingTrace:
     """Import a trace as `open_trace` does and write it to `out`, whole or not at all.
 
@@ -78,6 +80,7 @@ def import_trace(
         spec: as for `open_trace`.
         progress: as for `open_trace`.
         num_experts: as for `open_trace`.
+        change: what to make of it before it is written.
 
     Returns:
         The written trace, memory-mapped.
@@ -97,6 +100,8 @@ def import_trace(
         trace = _with_spec(RoutingTrace.load(found), found, spec, num_experts)
     else:
         trace = _import_into(chosen, found, out.parent, spec, num_experts, progress)
+    if change is not None:
+        trace = change(trace)
     trace.save(out)
     return RoutingTrace.load(out)
 

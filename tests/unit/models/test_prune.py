@@ -239,6 +239,7 @@ def test_bad_arguments_are_one_clear_error(qwen: Any) -> None:
         ({"topology": "4", "rule": Cap(0.2), "p": 0.2}, ConfigError, "given with its strength"),
         ({"topology": "4", "p": 0.2, "homes": "row"}, ConfigError, "homes = 'row'"),
         ({"topology": "4", "p": 0.2, "homes": [0, 4]}, ConfigError, "home 4 is no device"),
+        ({"topology": "4", "p": 0.2, "homes": 4}, ConfigError, "home 4 is no device"),
         ({"topology": "9", "p": 0.2}, InfeasiblePlacement, "8 experts on 9 devices"),
         ({"placement": placed(MoESpec("other", 2, 8, 3), "4"), "p": 0.2}, InfeasiblePlacement, "made from this model"),
     ]

@@ -251,3 +251,29 @@ def test_verification_sees_a_wrong_checkpoint(load: Any, tiny_checkpoint: Any, t
     with pytest.raises(CheckpointError, match=r"differ by .* nothing was written"):
         verify_reordering(source, broken)
     assert verify_reordering(source, source).relative == 0
+
+
+def test_baking_can_reorder_too_and_undoing_leads_to_the_reordered_checkpoint(
+    load: Any, tiny_checkpoint: Any, tmp_path: Path
+) -> None:
+    from coterie.models.layers import spec_of
+    from coterie.models.load import load_model
+    from coterie.placement.numbering import EXPERT_ORDER_KEY
+    from coterie.placement.placement import Placement
+    from coterie.topology import Topology
+
+    model, source = load("qwen3_moe"), tiny_checkpoint("qwen3_moe")
+    profile, spec = profile_of(model), spec_of(model)
+    rng = np.random.default_rng(2)
+    slots = np.stack([rng.permutation(spec.num_experts) for _ in range(spec.num_layers)])
+    coterie.bake(source, Placement(slots, Topology.parse("4"), spec), tmp_path / "out", profile=profile)
+    first = coterie.reorder(source, profile, tmp_path / "reordered")
+    coterie.unbake(tmp_path / "out", tmp_path / "back")
+    for file in (tmp_path / "reordered").iterdir():
+        assert (tmp_path / "back" / file.name).read_bytes() == file.read_bytes()
+    copy = load_model(tmp_path / "out")
+    assert getattr(copy.config, ORDER_KEY) == first.digest
+    assert getattr(copy.config, EXPERT_ORDER_KEY)
+    plain, got = logits(model), logits(copy)
+    assert float((got - plain).abs().max()) <= 1e-5 * float(plain.abs().max())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "out", "reordered"]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,103 @@ import pytest
 
 import coterie
 from coterie.profile.model_profile import ModelProfile
+
+
+class LateEvent:
+    """An event that something else sets."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+
+    def done(self) -> bool:
+        return self.reached.is_set()
+
+
+class FakeDevice:
+    """A device on the host's memory: copies complete late and in a thread of their own, as a GPU's do.
+
+    Computations are the caller's and complete at once, but are said to be done late. Whoever computes with, or reads
+    again into, what a copy has not reached yet gets wrong bytes.
+
+    Attributes:
+        taken: bytes of device and pinned memory.
+        log: what was issued, in order: "computed", "copy_after", "compute_after", and addresses of copies.
+    """
+
+    def __init__(self, late: float = 0.002) -> None:
+        import torch
+
+        self.where, self.taken, self.log, self._late = torch.device("cpu"), 0, [], late
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._chance = random.Random(3)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def free_bytes(self) -> int:
+        return 10**9
+
+    def empty(self, nbytes: int) -> Any:
+        import torch
+
+        self.taken += nbytes
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def pinned(self, nbytes: int) -> Any:
+        import torch
+
+        self.taken += nbytes
+        whole = torch.zeros(nbytes + 4096, dtype=torch.uint8)
+        start = -whole.data_ptr() % 4096
+        return whole[start : start + nbytes]
+
+    def copy(self, into: Any, source: Any) -> LateEvent:
+        event = LateEvent()
+
+        def work() -> None:
+            time.sleep(self._late * self._chance.random())
+            into.copy_(source)
+            event.reached.set()
+
+        self.log.append(into.data_ptr())
+        self._work.put(work)
+        return event
+
+    def computed(self) -> LateEvent:
+        event = LateEvent()
+        self.log.append("computed")
+        threading.Timer(self._late, event.reached.set).start()
+        return event
+
+    def copy_after(self, event: LateEvent) -> None:
+        self.log.append("copy_after")
+        self._work.put(lambda: (event.reached.wait(20), None)[1])
+
+    def compute_after(self, event: LateEvent) -> None:
+        self.log.append("compute_after")
+        assert event.reached.wait(20)
+
+    def close(self) -> None:
+        self._work.put(None)
+        self._thread.join(20)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+
+
+@pytest.fixture
+def make_device() -> Iterator[Any]:
+    """Makes fake devices, of this or a given class; their threads end with the test."""
+    made = []
+
+    def make(kind: Any = FakeDevice, **options: Any) -> Any:
+        made.append(kind(**options))
+        return made[-1]
+
+    make.kind = FakeDevice  # type: ignore[attr-defined]
+    yield make
+    for device in made:
+        device.close()
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from coterie.errors import CheckpointError, ConfigError, InfeasiblePlacement
+from coterie.errors import ConfigError, InfeasiblePlacement
 from coterie.placement.placement import Placement
 from coterie.topology import Topology
 from coterie.trace.routing_trace import RoutingTrace
@@ -16,7 +17,7 @@ from coterie.trace.routing_trace import RoutingTrace
 pytestmark = pytest.mark.needs("transformers")
 FAMILIES = (
     "mixtral", "qwen2_moe", "qwen3_moe", "deepseek", "deepseek_v2", "deepseek_v3", "glm4_moe", "olmoe", "ernie4_5_moe",
-    "phimoe", "granitemoe",
+    "phimoe", "granitemoe", "gpt_oss",
 )  # fmt: skip
 PROMPTS = ([[5, 6, 7, 8, 9], [10, 11, 12, 13, 14]], [[20, 21, 22]], [])  # of each rank
 
@@ -197,7 +198,7 @@ def test_refusals(tiny_checkpoint: Any) -> None:
     from coterie.parallel.load import load_rank
     from coterie.parallel.model import require_size
 
-    mixtral, gpt_oss = tiny_checkpoint("mixtral"), tiny_checkpoint("gpt_oss")
+    mixtral = tiny_checkpoint("mixtral")
     placement = _placed(mixtral, "4")
     with pytest.raises(ConfigError, match=r"2 ranks, but the placement is for 4 devices \(4\)"):
         require_size(placement, 2)
@@ -205,8 +206,9 @@ def test_refusals(tiny_checkpoint: Any) -> None:
         require_size(placement, 9)
     with pytest.raises(InfeasiblePlacement, match="the placement is for"):
         load_rank(tiny_checkpoint("qwen3_moe"), placement, 0)
-    with pytest.raises(CheckpointError, match="bias"):
-        load_rank(gpt_oss, _placed(gpt_oss, "4"), 0)
+    baked = replace(placement, method={"trace": {"coterie_expert_order": "0123456789abcdef"}})
+    with pytest.raises(ConfigError, match="use files of one numbering"):
+        load_rank(mixtral, baked, 0)
 
 
 def test_training_is_refused(tiny_checkpoint: Any) -> None:

