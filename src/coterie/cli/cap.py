@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coterie.cli.common import JsonOption, SeedOption, emit_json, note, progress, table, warnings_as_notes
+from coterie.cli.common import Interrupted, JsonOption, SeedOption, emit_json, note, progress, table, warnings_as_notes
 from coterie.cli.tune import HELDOUT
 
 if TYPE_CHECKING:
@@ -64,8 +64,11 @@ def cap(
         model, topology, share, TextRun(tokens=tokens, seed=seed), method, spectrum, batch, rounds, best, HELDOUT,
         emulate_compute, seed,
     )  # fmt: skip
-    with warnings_as_notes(), progress() as listen:
-        done = run_cap(out, setting, contents, source, (lambda step: None) if as_json else _tell, listen)
+    try:
+        with warnings_as_notes(), progress() as listen:
+            done = run_cap(out, setting, contents, source, (lambda step: None) if as_json else _tell, listen)
+    except KeyboardInterrupt:
+        raise Interrupted(f"what is done stays in {out}: run it again to go on") from None
     report: dict[str, Any] = json.loads((out / REPORT).read_text(encoding="utf-8"))
     result = {"out": str(out / RESULT), "p": share, "steps": [step.to_json() for step in done], "tuned": report}
     if as_json:

@@ -6,19 +6,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from coterie.errors import ConfigError
-from coterie.parallel.calibrate import Point, calibrate, with_measured
-from coterie.parallel.comms import Comms
-from coterie.parallel.dispatch import Received
-from coterie.parallel.in_memory import run_ranks
+from coterie.parallel.measured import Point, with_measured
 from coterie.parallel.replay import Replay
-from coterie.parallel.timing import ExpertShape, Stage, emulated_experts, random_experts
 from coterie.placement.placement import Placement
 from coterie.placement.step_time import StepModel
 from coterie.pruning.destinations import Cap
 from coterie.topology import Topology
+
+torch = pytest.importorskip("torch")
+from coterie.parallel.calibrate import calibrate  # noqa: E402 - needs torch
+from coterie.parallel.comms import Comms  # noqa: E402 - needs torch
+from coterie.parallel.dispatch import Received  # noqa: E402 - needs torch
+from coterie.parallel.in_memory import run_ranks  # noqa: E402 - needs torch
+from coterie.parallel.timing import ExpertShape, Stage, emulated_experts, random_experts  # noqa: E402 - needs torch
+
+pytestmark = pytest.mark.needs("transformers")  # the extra that brings torch
 
 SHAPE = ExpertShape(16, 8, torch.float32)
 

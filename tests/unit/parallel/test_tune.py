@@ -7,18 +7,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from coterie.errors import ConfigError, InfeasiblePlacement
 from coterie.parallel.candidates import Candidate, make_candidates
-from coterie.parallel.comms import Comms
-from coterie.parallel.in_memory import run_ranks
 from coterie.parallel.replay import Replay
-from coterie.parallel.timing import ExpertShape
-from coterie.parallel.tune import Tuned, TuneSetting, tune
 from coterie.placement.driver import prepare
 from coterie.placement.spectrum_files import write_spectrum
 from coterie.topology import Topology
+
+torch = pytest.importorskip("torch")
+from coterie.parallel.comms import Comms  # noqa: E402 - needs torch
+from coterie.parallel.in_memory import run_ranks  # noqa: E402 - needs torch
+from coterie.parallel.timing import ExpertShape  # noqa: E402 - needs torch
+from coterie.parallel.tune import Tuned, TuneSetting, tune  # noqa: E402 - needs torch
+
+pytestmark = pytest.mark.needs("transformers")  # the extra that brings torch
 
 CALIBRATED = Topology(1, 2, intra_bandwidth_bytes_per_s=1e9, compute_base_s=0.0, compute_pair_s=1e-6)
 SHAPE = ExpertShape(16, 8, torch.float32)

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from coterie.bench.parallel.cases import Case
 from coterie.bench.parallel.network import Network
-from coterie.bench.parallel.worker import save_replay
+from coterie.bench.parallel.replay_file import save_replay
 from coterie.bench.parallel.workers import Workers
-from coterie.parallel.calibrate import Point, with_measured
 from coterie.parallel.choice import Choice, choose
+from coterie.parallel.measured import Point, with_measured
 from coterie.parallel.replay import Replay
 from coterie.placement.step_time import StepModel
 from coterie.progress import Progress, silent

@@ -10,16 +10,14 @@ import json
 import sys
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from coterie.bench.parallel.replay_file import load_replay
 from coterie.errors import CoterieError
 from coterie.parallel.calibrate import measure_links
 from coterie.parallel.processes import Launch, joined
-from coterie.parallel.replay import Replay
 from coterie.parallel.timing import Stage, emulated_experts
 from coterie.placement.placement import Placement
 from coterie.topology import Topology
@@ -68,25 +66,6 @@ def _time(stage: Stage, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _ACTIONS = {"hello": _hello, "links": _links, "time": _time}
-
-
-@cache
-def load_replay(file: str) -> Replay:
-    """A replay that `save_replay` wrote."""
-    with np.load(file) as held:
-        return Replay(
-            tuple(held["layers"].tolist()), held["ids"].astype(np.int64), held["weights"], held["kept"],
-            int(held["batch"]),
-        )  # fmt: skip
-
-
-def save_replay(replay: Replay, file: Path) -> str:
-    """Write a replay for workers to read; returns the name."""
-    np.savez(
-        file, layers=np.array(replay.layers), ids=replay.ids_LGTK.astype(np.int32), weights=replay.weights_LGTK,
-        kept=replay.kept_LGTK, batch=np.array(replay.batch),
-    )  # fmt: skip
-    return str(file)
 
 
 @cache
