@@ -213,7 +213,7 @@ class Runtime:
     def _look_up(self, visit: Visit, order: Sequence[int]) -> bool:
         """Let the policy learn the visit, and start all its loads if they fit together; whether they did."""
         reserved_E = self._cache.reserved_LE[visit.layer]
-        misses = sum(blocks > reserved_E[expert] for expert, blocks in visit.need.items())
+        misses = sum(bool(blocks > reserved_E[expert]) for expert, blocks in visit.need.items())
         self._stats.layer_visits += 1
         self._stats.misses += misses
         self._stats.hits += len(visit.need) - misses
