@@ -198,6 +198,7 @@ class Runtime:
             if layer != visit.layer or expert not in visit.need:
                 self._take_back(layer, expert)
         if self._ahead is not None:
+            self._ahead.idle_until(time.perf_counter())
             self._ahead.observe(visit.layer, visit.need_E)
 
     def _look_ahead(self, layer: int) -> None:
@@ -205,7 +206,8 @@ class Runtime:
         if self._ahead is None or any(not load.ended for loads in self._flying.values() for load in loads):
             return
         after = (layer + 1) % self._layout.num_layers
-        wanted = self._ahead.wanted(after)
+        self._ahead.idle_from(time.perf_counter())
+        wanted = self._ahead.wanted(after, self._ahead.worth_reading(self._rates[0], self._layout.block_bytes))
         if wanted is None:
             return
         decision = self._cache.prefetch(after, np.array(wanted[:1]), np.array(wanted[1:]))

@@ -72,7 +72,10 @@ class OffloadStats:
 
     @property
     def attainable_overlap(self) -> float:
-        """What the overlap cannot exceed: compute time over load time, at most 1."""
+        """What the overlap cannot exceed without reading ahead: experts' compute time over load time, at most 1.
+
+        Reading ahead hides loads behind the rest of the model, too.
+        """
         return 1.0 if self.load_seconds <= 0 else min(1.0, self.compute_seconds / self.load_seconds)
 
     def since(self, before: OffloadStats) -> OffloadStats:
