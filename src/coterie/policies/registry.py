@@ -9,7 +9,15 @@ from coterie.policies.reuse import Reuse
 
 POLICIES: dict[str, type[EvictionPolicy]] = {
     policy.name: policy
-    for policy in (LRU, LayerLRU, LFU, Reuse, Company, WholeLRU, WholeLayerLRU)  # Belady needs the future: only a simulator has it
+    for policy in (
+        LRU,
+        LayerLRU,
+        LFU,
+        Reuse,
+        Company,
+        WholeLRU,
+        WholeLayerLRU,
+    )  # Belady needs the future: only a simulator has it
 }
 DEFAULT = Company.name
 

@@ -31,8 +31,8 @@ def beyond_budget(uses: Uses, budget_blocks: int) -> NDArray[np.int64]:
 
     Source: design of the bound for widths, one token at a time.
     """
-    demanded_T = uses.blocks_TLK.sum(axis=(1, 2))
-    return np.maximum(demanded_T - budget_blocks, 0)
+    beyond_T: NDArray[np.int64] = np.maximum(uses.blocks_TLK.sum(axis=(1, 2)) - budget_blocks, 0)
+    return beyond_T
 
 
 def least_seconds(compute_seconds: float, nbytes: float, bandwidth: float) -> float:

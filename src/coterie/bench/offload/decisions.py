@@ -5,6 +5,8 @@ Shapes: T tokens, L MoE layers, K top-k.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,6 @@ from coterie.policies.eviction import CacheShape
 from coterie.pruning.width_plan import WidthPlan
 from coterie.pruning.widths import widths as planned
 from coterie.simulate.offload import Uses, decode_tokens
-from coterie.spec import MoESpec
 from coterie.trace.routing_trace import RoutingTrace
 
 if TYPE_CHECKING:
@@ -90,19 +91,33 @@ def decisions_of_trace(trace: RoutingTrace) -> Decisions:
     return Decisions(ids_TLK, weights_TLK)
 
 
-def require_shape(spec: MoESpec, decisions: Decisions, layout: StoreLayout) -> None:
-    """Refuse decisions of a model of another shape than a store's.
+class Recording:
+    """Decisions of whole forward passes, one after another."""
 
-    Raises:
-        TraceError: naming both.
-    """
-    ours = (spec.num_layers, spec.num_experts, spec.top_k)
-    theirs = (layout.num_layers, layout.num_experts, decisions.ids_TLK.shape[2])
-    if ours != theirs or decisions.ids_TLK.shape[1] != layout.num_layers:
-        raise TraceError(
-            f"the routing is of {ours[0]} layers of {ours[1]} experts, top-{ours[2]}, the store of {theirs[0]} layers "
-            f"of {theirs[1]}; use routing of a model of the store's shape"
-        )
+    def __init__(self, num_layers: int) -> None:
+        self._ids: list[list[NDArray[np.int64]]] = [[] for _ in range(num_layers)]
+        self._weights: list[list[NDArray[np.float32]]] = [[] for _ in range(num_layers)]
+
+    def keep(self, layer: int, hidden_TH: Any, ids_TK: Any, weights_TK: Any) -> None:
+        """For `intercept`."""
+        self._ids[layer].append(ids_TK.cpu().numpy().astype(np.int64))
+        self._weights[layer].append(weights_TK.detach().float().cpu().numpy())
+
+    def decisions(self) -> Decisions:
+        """All so far, at full width."""
+        ids_TLK = np.stack([np.concatenate(parts) for parts in self._ids], 1)
+        return Decisions(ids_TLK, np.stack([np.concatenate(parts) for parts in self._weights], 1))
+
+
+@contextmanager
+def recording(model: Any) -> Iterator[Recording]:
+    """Keep what a live model's routers choose while the block runs it, in the order in which tokens run."""
+    from coterie.models.intercept import intercept
+    from coterie.models.layers import spec_of
+
+    found = Recording(spec_of(model).num_layers)
+    with intercept(model, found.keep):
+        yield found
 
 
 def record_decisions(model: Any, ids_WN: Any, plan: WidthPlan | None = None, batch: int = 12) -> Decisions:
@@ -114,31 +129,15 @@ def record_decisions(model: Any, ids_WN: Any, plan: WidthPlan | None = None, bat
         plan: widths to run with, which change what later layers choose; None: full width.
         batch: windows to run at once.
     """
-    from contextlib import ExitStack
-
     import torch
 
-    from coterie.models.intercept import intercept
-    from coterie.models.layers import spec_of
     from coterie.models.widths import apply_widths
-
-    spec = spec_of(model)
-    shape = (spec.num_layers, ids_WN.numel(), spec.top_k)
-    ids_LTK, weights_LTK = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
-    tokens = slice(0, 0)
-
-    def keep(layer: int, hidden_TH: Any, ids_TK: Any, weights_TK: Any) -> None:
-        ids_LTK[layer, tokens] = ids_TK.cpu().numpy()
-        weights_LTK[layer, tokens] = weights_TK.detach().float().cpu().numpy()
 
     with ExitStack() as stack:
         if plan is not None:
             stack.enter_context(apply_widths(model, plan, count=False))
-        stack.enter_context(intercept(model, keep))
+        found = stack.enter_context(recording(model))
         stack.enter_context(torch.inference_mode())
         for start in range(0, len(ids_WN), batch):
-            rows = ids_WN[start : start + batch]
-            tokens = slice(start * ids_WN.shape[1], start * ids_WN.shape[1] + rows.numel())
-            model.get_decoder()(input_ids=rows.to(model.device), use_cache=False)
-    found = Decisions(np.ascontiguousarray(ids_LTK.swapaxes(0, 1)), np.ascontiguousarray(weights_LTK.swapaxes(0, 1)))
-    return found.under(plan)
+            model.get_decoder()(input_ids=ids_WN[start : start + batch].to(model.device), use_cache=False)
+    return found.decisions().under(plan)

@@ -26,14 +26,14 @@ class Measured:
         plan: the widths; None: full.
         increase: of perplexity on held-out text, as a share of the full model's.
         interval: 95% interval of it, windows resampled.
-        calibration_increase: the same on calibration text, where the plan was chosen.
+        calibration_increase: the same on calibration text, where the plan was chosen; None: not measured.
         decisions: of the held-out text, window after window.
     """
 
     plan: WidthPlan | None
     increase: float
     interval: tuple[float, float]
-    calibration_increase: float
+    calibration_increase: float | None
     decisions: Decisions
 
     def to_json(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Plans:
             )  # fmt: skip
         allowed = ALLOWED.get(name)
         if allowed is None:
-            allowed = self.get("crisp").calibration_increase
+            allowed = self.get("crisp").calibration_increase or 0.0
         return self.value_within(allowed)
 
     def value_within(self, allowed: float) -> WidthPlan:
@@ -109,5 +109,3 @@ class Plans:
         held_out = self._evaluate(plan).measured
         calibrated = self._evaluate(plan, calibration=True).measured.increase
         return Measured(plan, held_out.increase, held_out.interval(self.context.seed), calibrated, decisions)
-
-

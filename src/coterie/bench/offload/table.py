@@ -76,7 +76,7 @@ def measure_table(
     Returns:
         rows, ready for JSON.
     """
-    cells = []
+    cells: list[Cell] = []
     for budget, share in setting.budgets.items():
         for system in systems:
             if system.budget_experts is not None and any(cell.system is system for cell in cells):
