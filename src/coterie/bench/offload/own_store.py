@@ -1,4 +1,4 @@
-"""The same table for a user's own store: its model reads held-out text, and while it is timed decides as it did there."""
+"""The same table for a user's own store: its model reads held-out text, and is timed with its decisions there."""
 
 from __future__ import annotations
 
