@@ -31,6 +31,22 @@ def generate(
     ahead: Annotated[
         bool, typer.Option("--ahead", help="Read what the next layer probably needs while the disk is idle.")
     ] = False,
+    use_cached: Annotated[
+        bool,
+        typer.Option(
+            "--use-cached", help="Run resident neurons beyond the planned widths too; outputs then depend on them."
+        ),
+    ] = False,
+    cached_widths: Annotated[
+        Path | None,
+        typer.Option(help="The same, only up to the widths of this second, wider plan."),
+    ] = None,
+    skip_misses: Annotated[
+        float | None,
+        typer.Option(
+            metavar="F", help="Skip an expert that would miss and weighs under F/K of a token; lossy, e.g. 0.75."
+        ),
+    ] = None,
     timeline: Annotated[
         Path | None, typer.Option(help="Write every load and computation as a Chrome trace, .json.")
     ] = None,
@@ -62,6 +78,8 @@ def generate(
             bandwidth=rate,
             ahead=ahead,
             timeline=recorder,
+            use_cached=use_cached if cached_widths is None else load_plan(cached_widths),
+            skip_misses=skip_misses,
         )
         try:
             text, result = _continue(model, load_tokenizer(store / "model"), prompt, tokens)
@@ -108,6 +126,8 @@ def _show(result: dict[str, Any], stats: OffloadStats) -> None:
 
     if stats.emulated_bandwidth is not None:
         note(f"an emulated disk of {stats.emulated_bandwidth / 1e9:g} GB/s: the times are an emulation's")
+    if stats.use_cached or stats.skip_misses:
+        note("which neurons run depends on what is resident: another budget or order may give another text")
     rows = [
         ["tokens per second, prompt included", f"{result['tokens_per_s']:.2f}"],
         ["memory of experts: most taken, budget", f"{format_bytes(stats.peak_expert_bytes)}, "

@@ -29,18 +29,21 @@ if TYPE_CHECKING:
 
 Widths: TypeAlias = "Callable[[int, Tensor, Tensor], Tensor]"
 """(layer, topk_ids [T, K], topk_weights [T, K]) -> [T, K] integers from 0 to I: what `apply_widths` takes too."""
+Observe: TypeAlias = "Callable[[int, Tensor, Tensor, Tensor], None]"
+"""(layer, topk_ids [T, K], topk_weights [T, K], the widths [T, K] that run)."""
 
 
 def offload(
     store: str | Path, budget: str | int | float, widths: WidthPlan | Widths | None = None, *, policy: str = DEFAULT,
     schedule: str = "johnson", threads: int = 2, direct: bool = True, bandwidth: float | None = None,
     timeout: float = 60.0, ahead: bool = False, check: bool = False, timeline: Timeline | None = None,
+    use_cached: bool | WidthPlan | Widths = False, skip_misses: float | None = None, observe: Observe | None = None,
 ) -> Any:  # fmt: skip
     """A model that runs as usual, its experts read from a store as they are needed and kept as a budget allows.
 
     The model has three methods more: `stats()`, an `OffloadStats`, `close()`, and `warm()` (see `Runtime.warm`).
-    Whatever the budget, policy and schedule, its outputs are the same, bit for bit. Everything but the routed experts
-    is in memory beside the budget.
+    Whatever the budget, policy and schedule, its outputs are the same, bit for bit; with `use_cached` or `skip_misses`
+    they depend on what is resident. Everything but the routed experts is in memory beside the budget.
 
     Source: CRISP §3.4, §4; prefixes of neuron blocks as what is cached go beyond the paper.
 
@@ -59,6 +62,11 @@ def offload(
         check: for tests: poison memory that holds nothing, and compute every expert twice, the second time from
             freshly read weights.
         timeline: filled with every load, computation and wait.
+        use_cached: neurons that are resident are free, so they run too: all of a chosen expert's, or as many as a
+            second, wider plan wants; only `widths` is read for. It reads no more and computes more.
+        skip_misses: F: a chosen expert that would miss is skipped where its normalised weight is below F / K, which
+            costs quality; 0 or None: never.
+        observe: told of every visit's experts and the widths that they run.
 
     Raises:
         BackendUnavailable: without torch or transformers.
@@ -77,13 +85,17 @@ def offload(
     from coterie.offloading.link import Link
     from coterie.offloading.memory import ExpertMemory
     from coterie.offloading.runtime import Runtime
+    from coterie.offloading.width_choice import WidthChoice
 
-    chosen = _widths(model, opened, widths)
+    if use_cached and widths is None:
+        raise ConfigError("use_cached widens planned widths, and whole experts have no wider ones; give widths")
+    planned, most = _widths(model, opened, widths), _most(model, opened, use_cached)
+    choice = WidthChoice(layout.width, layout.block_neurons, planned, most, skip_misses)
     link = Link(opened, threads, direct, bandwidth, timeline)
     gates: list[Any] = [layer.experts._apply_gate for layer in layers]
     cache, memory = ExpertCache(shape, blocks, evictions), ExpertMemory(layout, poison=check)
     runtime = Runtime(
-        opened, cache, memory, link, gates, chosen, schedule, timeout, ahead, check, timeline, bandwidth
+        opened, cache, memory, link, gates, choice, schedule, timeout, ahead, check, timeline, bandwidth, observe
     )  # fmt: skip
     for layer in layers:
         _replace_forward(layer, runtime)
@@ -120,6 +132,14 @@ def _widths(model: Any, store: ExpertStore, widths: WidthPlan | Widths | None) -
             f"is for {widths.width} in the order {order_digest(widths.order_LEI)}; pack with the plan's own profile"
         )
     return WidthTables.of(widths).widths
+
+
+def _most(model: Any, store: ExpertStore, use_cached: bool | WidthPlan | Widths) -> Widths | None:
+    """Up to what width resident neurons run."""
+    if not isinstance(use_cached, bool):
+        return _widths(model, store, use_cached)
+    width = store.layout.width
+    return (lambda layer, ids_TK, weights_TK: ids_TK * 0 + width) if use_cached else None
 
 
 def _replace_forward(layer: MoELayer, runtime: Runtime) -> None:

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,26 +21,30 @@ from coterie.checkpoint.expert_store import ExpertStore
 from coterie.checkpoint.store_layout import StoreLayout
 from coterie.errors import BudgetError, CheckpointError, ConfigError, CoterieError
 from coterie.offloading.ahead import Ahead
+from coterie.offloading.demand import fill_demand
 from coterie.offloading.link import Link, Load
 from coterie.offloading.memory import ExpertMemory
 from coterie.offloading.stats import OffloadStats
 from coterie.offloading.timeline import COMPUTE, WAIT, Timeline
-from coterie.ops.gated_ffn import SlotGroups
+from coterie.offloading.visit import Visit, no_expert
+from coterie.offloading.width_choice import Slots, WidthChoice
+from coterie.ops.gated_ffn import Group
 from coterie.ops.neuron_records import run_record
 from coterie.policies.cache import Decision, ExpertCache
 from coterie.policies.schedule import get_schedule
 
 Gate = Callable[[Tensor], Tensor]
-Widths = Callable[[int, Tensor, Tensor], Tensor]
+Observe = Callable[[int, Tensor, Tensor, Tensor], None]
+"""(layer, ids [T, K], weights [T, K], widths [T, K] that run, in neurons); the tensors are the callee's to keep."""
 _REMEMBERED = 0.8  # of a rate, from one measurement to the next
 
 
 class Runtime:
     """Runs layers' experts within a budget; one computation at a time, reads by the link's threads.
 
-    A visit: choose widths; ask the cache; start the loads in the schedule's order; compute whatever is there, waiting
+    A visit: plan widths; ask the cache; start the loads in the schedule's order; compute whatever is there, waiting
     only when nothing is; sum each token's slots in their order. So outputs do not depend on what was resident, on the
-    schedule or on the budget.
+    schedule or on the budget, unless the choice of widths does (`WidthChoice`).
 
     Source: CRISP §3.4, §4; neuron blocks, prefixes and Johnson's order go beyond the paper.
 
@@ -51,24 +54,30 @@ class Runtime:
         memory: where they are put.
         link: what brings them.
         gates: each layer's (gate and up [N, 2k]) -> [N, k].
-        widths: (layer, ids [T, K], weights [T, K]) -> neurons [T, K]; None: all.
+        choice: how wide slots run.
         schedule: name of the order of a layer's loads.
         timeout: seconds that a load may take, at most.
         ahead: begin to read what the next layer probably needs while the link is idle.
         check: compare every expert's output with one from a fresh copy of its weights: slow, for tests.
         timeline: told of every computation and wait.
+        emulated_bandwidth: the link's, for the figures.
+        observe: told of every visit's widths as they run.
     """
 
     def __init__(
         self, store: ExpertStore, cache: ExpertCache, memory: ExpertMemory, link: Link, gates: Sequence[Gate],
-        widths: Widths | None = None, schedule: str = "johnson", timeout: float = 60.0, ahead: bool = False,
+        choice: WidthChoice | None = None, schedule: str = "johnson", timeout: float = 60.0, ahead: bool = False,
         check: bool = False, timeline: Timeline | None = None, emulated_bandwidth: float | None = None,
+        observe: Observe | None = None,
     ) -> None:  # fmt: skip
         if not timeout > 0:
             raise ConfigError(f"timeout = {timeout}; it must be positive")
         self._store, self._cache, self._memory, self._link = store, cache, memory, link
         self._layout: StoreLayout = store.layout
-        self._gates, self._widths, self._order = gates, widths, get_schedule(schedule)
+        self._gates, self._order, self._observe = gates, get_schedule(schedule), observe
+        self._limits = (self._layout.num_experts, self._layout.width)
+        self._choice = choice or WidthChoice(self._layout.width, self._layout.block_neurons)
+        self._need_E, self._rows_E = (np.zeros(self._layout.num_experts, np.int32) for _ in range(2))
         self._timeout, self._check, self._timeline = timeout, check, timeline
         self._flying: dict[tuple[int, int], list[Load]] = {}
         self._ahead = Ahead(cache) if ahead and store.layout.num_layers > 1 else None
@@ -77,7 +86,13 @@ class Runtime:
         self._rates = [1e9, 1e10]  # bytes per second of loads and of computing one row: a guess until measured
         budget = cache.budget_blocks * self._layout.block_bytes
         self._stats = OffloadStats(
-            cache.policy.name, schedule, budget, direct=link.direct, emulated_bandwidth=emulated_bandwidth
+            cache.policy.name,
+            schedule,
+            budget,
+            direct=link.direct,
+            emulated_bandwidth=emulated_bandwidth,
+            use_cached=self._choice.uses_cached,
+            skip_misses=self._choice.skip_misses,
         )
 
     def stats(self) -> OffloadStats:
@@ -148,50 +163,74 @@ class Runtime:
         """
         if torch.is_grad_enabled() and hidden_TH.requires_grad:
             raise ConfigError("offloaded experts do not train; run the model under torch.inference_mode()")
-        layout = self._layout
-        widths_TK = torch.full_like(ids_TK, layout.width, dtype=torch.int64)
-        if self._widths is not None:
-            widths_TK = self._widths(layer, ids_TK, weights_TK)
-        slots = SlotGroups.of(hidden_TH, ids_TK, widths_TK, (layout.num_experts, layout.width))
-        visit = _Visit(layer, slots, layout)
         with self._lock:
             if self._failed is not None:
                 raise self._failed
+            stats, began = self._stats, time.perf_counter()
+            slots = self._choice.plan(layer, ids_TK, weights_TK)
+            planned, elsewhere = time.perf_counter(), stats.exposed_seconds + stats.compute_seconds
             try:
-                outputs = self._serve(visit)
+                output_TH = self._serve(layer, hidden_TH, slots)
             except BaseException:
                 self._abandon()
                 raise
-        return slots.combine([outputs[index] for index in range(len(slots.groups))], weights_TK)
+            stats.lookup_seconds += planned - began
+            elsewhere = stats.exposed_seconds + stats.compute_seconds - elsewhere
+            stats.coordination_seconds += time.perf_counter() - planned - elsewhere
+        return output_TH
 
-    def _serve(self, visit: _Visit) -> dict[int, Tensor]:
-        """Load and compute what a visit needs, in whatever order works out; outputs by group."""
-        outputs = {index: visit.slots.outputs(index, _no_expert) for index in visit.skipped}
+    def _serve(self, layer: int, hidden_TH: Tensor, slots: Slots) -> Tensor:
+        """Load and compute what a visit needs, in whatever order works out; [T, H]."""
+        visit = self._demand(layer, slots)
         self._settle(visit)
-        pending, admitted = deque(self._ordered(visit)), deque[int]()
-        whole = self._look_up(visit, pending)
+        order = self._ordered(visit)
+        whole = self._look_up(visit, order)
         if whole:
-            pending, admitted = admitted, pending
+            self._choice.widen(slots, self._cache.arrived_LE[layer], self._cache.pinned_LE[layer])
+        visit.group(hidden_TH, slots.ids_TK, slots.widths_TK, self._limits)
+        if self._observe is not None:
+            self._observe(layer, slots.ids_TK.clone(), slots.weights_TK.clone(), slots.widths_TK.clone())
+        outputs = {index: visit.work.outputs(index, no_expert) for index in visit.idle}
+        pending, admitted = deque(order), deque[int]()
+        if whole:  # what needs nothing, and runs what is resident, comes first
+            pending, admitted = admitted, deque((*(each for each in visit.groups_of if each not in visit.need), *order))
         while admitted or pending:
             while pending and self._admit(visit, pending[0]):
                 admitted.append(pending.popleft())
             if not admitted:
                 raise BudgetError(
-                    f"a budget of {self._stats.budget_bytes:,} bytes holds no expert of layer {visit.layer} now; the "
+                    f"a budget of {self._stats.budget_bytes:,} bytes holds no expert of layer {layer} now; the "
                     f"smallest workable one is {self._layout.blocks * self._layout.block_bytes:,} bytes"
                 )
-            expert = next((each for each in admitted if self._is_here(visit.layer, each)), admitted[0])
+            expert = next((each for each in admitted if self._is_here(layer, each)), admitted[0])
             admitted.remove(expert)
-            self._await(visit.layer, expert)
+            self._await(layer, expert)
             if whole:
-                self._look_ahead(visit.layer)
+                self._look_ahead(layer)
             outputs |= self._compute(visit, expert)
             if not whole:
-                self._cache.release(visit.layer, expert)
-        self._cache.used(visit.layer)
-        return outputs
+                self._cache.release(layer, expert)
+        self._cache.used(layer)
+        return self._combined(visit, outputs, slots.weights_TK)
 
-    def _settle(self, visit: _Visit) -> None:
+    def _demand(self, layer: int, slots: Slots) -> Visit:
+        """What the slots ask of the cache; those that would miss may be skipped for it."""
+        self._stats.skipped += self._choice.skip(slots, self._cache.reserved_LE[layer])
+        ids_S, widths_S = slots.ids_S, slots.widths_S
+        block, width = self._layout.block_neurons, self._layout.width
+        wrong = fill_demand(ids_S, widths_S, block, width, self._need_E, self._rows_E)
+        if wrong >= 0:
+            Group(int(ids_S[wrong]), int(widths_S[wrong]), 1).require_within(self._limits)
+        return Visit(layer, self._need_E, self._rows_E)
+
+    def _combined(self, visit: Visit, outputs: dict[int, Tensor], weights_TK: Tensor) -> Tensor:
+        """The sums of all slots."""
+        began = time.perf_counter()
+        output_TH = visit.work.combine([outputs[index] for index in range(len(outputs))], weights_TK)
+        self._stats.compute_seconds += time.perf_counter() - began
+        return output_TH
+
+    def _settle(self, visit: Visit) -> None:
         """Take back what was read ahead in vain; the policy of what is ahead learns the visit."""
         for layer, expert in list(self._flying):
             if layer != visit.layer or expert not in visit.need:
@@ -212,16 +251,16 @@ class Runtime:
             self._start(decision, wanted[:1])
             self._stats.ahead_bytes += decision.loaded_blocks * self._layout.block_bytes
 
-    def _look_up(self, visit: _Visit, order: Sequence[int]) -> bool:
+    def _look_up(self, visit: Visit, order: Sequence[int]) -> bool:
         """Let the policy learn the visit, and start all its loads if they fit together; whether they did."""
-        resident = self._cache.reserved_LE[visit.layer, visit.experts_N]
-        misses = int((visit.blocks_N > resident).sum())
+        reserved_E = self._cache.reserved_LE[visit.layer]
+        misses = sum(bool(blocks > reserved_E[expert]) for expert, blocks in visit.need.items())
         self._stats.layer_visits += 1
         self._stats.misses += misses
-        self._stats.hits += len(resident) - misses
+        self._stats.hits += len(visit.need) - misses
         self._stats.chosen_bytes += visit.chosen * self._layout.record_bytes
         try:
-            decision = self._cache.lookup(visit.layer, visit.experts_N, visit.blocks_N)
+            decision = self._cache.lookup_need(visit.layer, visit.need_E)
         except BudgetError:
             for key in list(self._flying):  # what was read ahead is pinned, and could leave no room for the first
                 self._take_back(*key)
@@ -230,7 +269,7 @@ class Runtime:
         self._start(decision, order)
         return True
 
-    def _admit(self, visit: _Visit, expert: int) -> bool:
+    def _admit(self, visit: Visit, expert: int) -> bool:
         """Start one expert's load if there is room now; for visits that do not fit whole, as long prompts'."""
         blocks = visit.need[expert]
         decision = self._cache.prefetch(visit.layer, np.array([expert]), np.array([blocks]))
@@ -297,7 +336,7 @@ class Runtime:
         self._cache.cancel(layer, np.array([expert]))
         self._memory.evict(layer, expert, int(self._cache.arrived_LE[layer, expert]))
 
-    def _compute(self, visit: _Visit, expert: int) -> dict[int, Tensor]:
+    def _compute(self, visit: Visit, expert: int) -> dict[int, Tensor]:
         """The outputs of an expert's groups."""
         began = time.perf_counter()
         record, gate = self._memory.record(visit.layer, expert), self._gates[visit.layer]
@@ -313,14 +352,15 @@ class Runtime:
                     )
             return output
 
-        outputs = {index: visit.slots.outputs(index, run) for index in visit.groups_of[expert]}
+        outputs = {index: visit.work.outputs(index, run) for index in visit.groups_of[expert]}
         ended = time.perf_counter()
         self._stats.compute_seconds += ended - began
         if self._timeline is not None:
             name = f"layer {visit.layer} expert {expert}"
             self._timeline.add(COMPUTE, name, began, ended, neurons=visit.width_of(expert), rows=visit.rows_of(expert))
-        read = visit.need[expert] * self._layout.block_bytes * visit.rows_of(expert)
-        self._measure(1, read, ended - began)
+        used = self._layout.blocks_of(visit.width_of(expert)) * self._layout.block_bytes
+        self._stats.computed_bytes += used
+        self._measure(1, used * visit.rows_of(expert), ended - began)
         return outputs
 
     def _fresh(self, layer: int, expert: int, width: int) -> Tensor:
@@ -333,7 +373,7 @@ class Runtime:
         like = self._memory.record(layer, expert)
         return torch.frombuffer(fresh, dtype=like.dtype, count=like.numel()).view(like.shape)
 
-    def _ordered(self, visit: _Visit) -> list[int]:
+    def _ordered(self, visit: Visit) -> list[int]:
         """A visit's experts in the order to load and compute them."""
         resident_N = self._cache.reserved_LE[visit.layer, visit.experts_N]
         load_N = np.maximum(visit.blocks_N - resident_N, 0) * self._layout.block_bytes / self._rates[0]
@@ -354,46 +394,3 @@ class Runtime:
                 self._take_back(layer, expert)
         self._flying.clear()
         self._cache.pinned_LE[:] = 0
-
-
-class _Visit:
-    """What one forward pass of a layer asks of its experts.
-
-    Attributes:
-        layer: MoE layer.
-        slots: its work.
-        chosen: experts that its tokens chose, skipped ones included.
-        experts_N: [N] those that run.
-        blocks_N: [N] how many of their first blocks.
-        rows_N: [N] how many tokens each has.
-        need: blocks by expert.
-        groups_of: indices of groups by expert.
-        skipped: indices of the groups of width 0.
-    """
-
-    def __init__(self, layer: int, slots: SlotGroups, layout: StoreLayout) -> None:
-        self.layer, self.slots = layer, slots
-        self.groups_of: dict[int, list[int]] = {}
-        self.skipped: list[int] = []
-        for index, group in enumerate(slots.groups):
-            if group.width == 0:
-                self.skipped.append(index)
-            else:
-                self.groups_of.setdefault(group.expert, []).append(index)
-        self.chosen = len({group.expert for group in slots.groups})
-        self.need = {expert: layout.blocks_of(self.width_of(expert)) for expert in self.groups_of}
-        self.experts_N = np.array(list(self.need), np.int64)
-        self.blocks_N = np.array(list(self.need.values()), np.int64)
-        self.rows_N = np.array([self.rows_of(expert) for expert in self.need], np.int64)
-
-    def width_of(self, expert: int) -> int:
-        """The widest that any of its tokens runs it."""
-        return max(self.slots.groups[index].width for index in self.groups_of[expert])
-
-    def rows_of(self, expert: int) -> int:
-        """How many tokens it has."""
-        return sum(self.slots.groups[index].count for index in self.groups_of[expert])
-
-
-def _no_expert(*_: Any) -> Tensor:
-    raise AssertionError("a group of width 0 runs no expert")

@@ -71,7 +71,10 @@ class ExpertCache:
             BudgetError: when what the layer needs, with what is on its way, does not fit; nothing was changed but
                 what the policy learnt.
         """
-        need_E = self._need_of(ids_N, blocks_N)
+        return self.lookup_need(layer, self._need_of(ids_N, blocks_N))
+
+    def lookup_need(self, layer: int, need_E: NDArray[np.int32]) -> Decision:
+        """`lookup` of what each expert needs, [E] int32, within 0 and B, which is not checked."""
         self.policy.touch(layer, need_E)
         self._now = layer
         before_E = self.pinned_LE[layer].copy()
