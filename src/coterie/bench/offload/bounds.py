@@ -2,27 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.offloading.demand import skip_missing
 from coterie.policies.cache import ExpertCache
 from coterie.policies.eviction import EvictionPolicy
 from coterie.simulate.offload import Uses
 
 
-def reads_of(uses: Uses, policy: EvictionPolicy, budget_blocks: int) -> NDArray[np.int64]:
-    """Blocks that every token reads, [T], served in order from an empty cache.
+def served(
+    uses: Uses, policy: EvictionPolicy, budget_blocks: int, weights_TLK: NDArray[Any] | None = None, factor: float = 0
+) -> Iterator[tuple[int, NDArray[Any], NDArray[Any], int]]:
+    """Serve all uses in order from an empty cache.
+
+    Args:
+        uses: what is asked.
+        policy: decides evictions.
+        budget_blocks: the budget.
+        weights_TLK: [T, L, K] float32, routing weights; needed with a factor.
+        factor: F of skip-on-miss; 0: nothing is skipped.
+
+    Yields:
+        layer, ids [K], blocks [K] that are left after skipping, blocks that were read.
 
     Raises:
         BudgetError: when what a token needs in one layer does not fit.
     """
-    cache, read_T = ExpertCache(uses.shape, budget_blocks, policy), np.zeros(len(uses.ids_TLK), np.int64)
-    for token in range(len(read_T)):
+    cache = ExpertCache(uses.shape, budget_blocks, policy)
+    top_k, wanted = uses.ids_TLK.shape[2], np.float32(factor)
+    for token in range(len(uses.ids_TLK)):
         for layer in range(uses.shape.num_layers):
-            _, blocks = cache.serve(layer, uses.ids_TLK[token, layer], uses.blocks_TLK[token, layer])
-            read_T[token] += blocks
+            ids_K, blocks_K = uses.ids_TLK[token, layer], uses.blocks_TLK[token, layer]
+            if factor and weights_TLK is not None:
+                blocks_K = blocks_K.copy()
+                skip_missing(ids_K, weights_TLK[token, layer], top_k, wanted, 1, cache.reserved_LE[layer], blocks_K)
+            _, read = cache.serve(layer, ids_K, blocks_K)
+            yield layer, ids_K, blocks_K, read
+
+
+def reads_of(
+    uses: Uses, policy: EvictionPolicy, budget_blocks: int, weights_TLK: NDArray[Any] | None = None, factor: float = 0
+) -> NDArray[np.int64]:
+    """Blocks that every token reads, [T]; see `served`."""
+    read = [read for *_, read in served(uses, policy, budget_blocks, weights_TLK, factor)]
+    read_T: NDArray[np.int64] = np.array(read, np.int64).reshape(len(uses.ids_TLK), -1).sum(axis=1)
     return read_T
 
 

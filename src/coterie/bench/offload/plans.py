@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from coterie.bench.offload.decisions import Decisions, record_decisions
 from coterie.errors import BudgetError
 from coterie.pruning.width_plan import WidthPlan
 from coterie.pruning.width_planning import plan_widths
+from coterie.study.measure import bootstrap
 from coterie.study.widths.context import Point, StudyContext, StudySize
 
-SIZE = StudySize(window=256, profile_characters=12_000, windows=24, calibration_windows=16)
+SIZE = StudySize(window=256, profile_characters=12_000, windows=24, calibration_windows=32)
 ALLOWED = {"value 1.5%": 0.015, "value 3.6%": 0.036}
+Cost = Callable[[NDArray[np.float64]], float]
+"""[W, S] rise of the loss, nats -> increase of perplexity."""
 _ALPHA, _BETA = 0.6, 0.9
 _TRIES = 7
+
+
+def upper(rise_WS: NDArray[np.float64]) -> float:
+    """The upper end of the 95% interval of the increase."""
+    return bootstrap(rise_WS)[1]
+
+
+def _mean(rise_WS: NDArray[np.float64]) -> float:
+    return math.expm1(float(rise_WS.mean()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +45,7 @@ class Measured:
         interval: 95% interval of it, windows resampled.
         calibration_increase: the same on calibration text, where the plan was chosen; None: not measured.
         decisions: of the held-out text, window after window.
+        options: further arguments of `coterie.offload` that belong to it.
     """
 
     plan: WidthPlan | None
@@ -35,6 +53,7 @@ class Measured:
     interval: tuple[float, float]
     calibration_increase: float | None
     decisions: Decisions
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Figures, ready for JSON."""
@@ -53,7 +72,7 @@ class Plans:
 
     context: StudyContext
     _made: dict[str, Measured] = field(default_factory=dict)
-    _tried: dict[float, float] = field(default_factory=dict)
+    _tried: dict[float, NDArray[np.float64] | None] = field(default_factory=dict)
 
     def get(self, name: str | None) -> Measured:
         """Widths of this name, see `systems.width_systems`; None: full width."""
@@ -73,30 +92,35 @@ class Plans:
             return plan_widths(
                 self.context.profile, "crisp", alpha=_ALPHA, beta=_BETA, dominance=self.context.dominance
             )  # fmt: skip
-        allowed = ALLOWED.get(name)
-        if allowed is None:
-            allowed = self.get("crisp").calibration_increase or 0.0
-        return self.value_within(allowed)
+        if name in ALLOWED:
+            return self.value_within(ALLOWED[name], upper)
+        return self.value_within(self.get("crisp").calibration_increase or 0.0, _mean)
 
-    def value_within(self, allowed: float) -> WidthPlan:
-        """The `value` plan of the fewest bytes that costs at most `allowed` on calibration text, to 1/128 of all."""
+    def value_within(self, allowed: float, of: Cost) -> WidthPlan:
+        """The `value` plan of the fewest bytes, to 1/128 of all, that costs at most `allowed` on calibration text.
+
+        Args:
+            allowed: increase of perplexity.
+            of: what of the measured increase must be within: its mean, or the upper end of its interval, so that it
+                is likely to hold on other text.
+        """
         low, high = 0.0, 1.0
         for _ in range(_TRIES):
             middle = (low + high) / 2
-            if self._calibrated(middle) <= allowed:
+            rise_WS = self._calibrated(middle)
+            if rise_WS is not None and of(rise_WS) <= allowed:
                 high = middle
             else:
                 low = middle
         return plan_widths(self.context.profile, "value", bytes=high)
 
-    def _calibrated(self, share: float) -> float:
-        """What the plan within a byte share costs on calibration text; more than anything where there is none."""
+    def _calibrated(self, share: float) -> NDArray[np.float64] | None:
+        """[W, S] what the plan within a byte share costs on calibration text; None where there is no such plan."""
         if share not in self._tried:
-            try:
+            self._tried[share] = None
+            with suppress(BudgetError):
                 plan = plan_widths(self.context.profile, "value", bytes=share)
-                self._tried[share] = self._evaluate(plan, calibration=True).measured.increase
-            except BudgetError:
-                self._tried[share] = float("inf")
+                self._tried[share] = self._evaluate(plan, calibration=True).measured.rise_WS
         return self._tried[share]
 
     def _evaluate(self, plan: WidthPlan, calibration: bool = False) -> Point:

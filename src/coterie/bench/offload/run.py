@@ -15,9 +15,10 @@ from typing import Any
 
 import coterie
 from coterie.bench.offload.bench_model import BenchShape, bench_shape, make_bench_store
+from coterie.bench.offload.cached_plans import CachedPlans
 from coterie.bench.offload.decisions import Decisions, decisions_of_trace
 from coterie.bench.offload.plans import SIZE, Measured, Plans
-from coterie.bench.offload.systems import System, chosen_systems, lossless_systems, width_systems
+from coterie.bench.offload.systems import System, cached_systems, chosen_systems, lossless_systems, width_systems
 from coterie.bench.offload.table import Quality, Setting, measure_table
 from coterie.bench.offload.targets import asked_of
 from coterie.checkpoint.expert_store import ExpertStore
@@ -73,7 +74,7 @@ def source_of_model(
         "calibration_tokens": int(context.calibration.ids_WN.numel()), "window": size.window,
     }  # fmt: skip
     spec = context.profile.spec
-    systems = [*lossless_systems(spec.top_k), *width_systems()]
+    systems = [*lossless_systems(spec.top_k), *width_systems(), *cached_systems()]
     return Source(spec, lambda system, share: plans.get(system.widths), systems, about, plans)
 
 
@@ -170,14 +171,22 @@ def run_bench(
     require_budgets(setting.budgets, source.spec)
     shape, started = shape or bench_shape(source.spec), time.monotonic()
     require_tokens(setting, source.full.decisions)
+    cached = None
+    if source.plans is not None:
+        cached = CachedPlans(source.plans, shape.layout, tuple(setting.budgets.values()), progress)
+
+    def quality(system: System, share: float) -> Measured:
+        return cached.get(system.name, share) if cached and system.by_budget else source.quality(system, share)
+
     with bench_store(shape, keep, setting.seed, progress) as store:
-        rows = measure_table(store, chosen, source.quality, setting, progress)
+        rows = measure_table(store, chosen, quality, setting, progress)
         tables = {name: STUDIES[name](store, source, setting, progress) for name in studies}
         layout = store.layout
     about = {
         "routing": dict(source.about), "spec": source.spec.to_json(), "systems": about_systems(chosen),
         "bench_model": about_model(layout, shape.top_k, True),
         "widths": {} if source.plans is None else {name: each.to_json() for name, each in source.plans.made().items()},
+        "by_budget": {} if cached is None else dict(cached.to_json()),
     }  # fmt: skip
     rows = [{**row, "asked": asked_of(row, shape.coarse)} for row in rows]
     return {"rows": rows, **tables, **about, **provenance(setting), "seconds": round(time.monotonic() - started, 1)}

@@ -86,8 +86,11 @@ def measure_table(
     rounds, done = setting.segments(cells[0].decisions), 0
     for rows_S in rounds:
         for cell in cells:
+            options = cell.measured.options
             cell.rounds.append(
-                time_round(store, cell.system, cell.share, cell.decisions, rows_S, setting.bandwidth, setting.seed)
+                time_round(
+                    store, cell.system, cell.share, cell.decisions, rows_S, setting.bandwidth, setting.seed, options
+                )
             )
             done += 1
             progress("timing", done, len(rounds) * len(cells))
@@ -117,7 +120,8 @@ def _row(
 ) -> dict[str, Any]:
     layout, uses = store.layout, cell.decisions.uses(store.layout)
     blocks = budget_bytes(cell.system, cell.share, store) // layout.block_bytes
-    read_T = reads_of(uses, make_policy(cell.system.policy, uses.shape), blocks)
+    policy, factor = make_policy(cell.system.policy, uses.shape), cell.measured.options.get("skip_misses", 0)
+    read_T = reads_of(uses, policy, blocks, cell.decisions.weights_TLK, factor)
     belady_T = reads_of(uses, Belady(uses.shape, uses.ids_TLK, uses.blocks_TLK), blocks)
     timed, counted = np.concatenate([rows_S[1:] for rows_S in rounds]), slice(int(len(read_T) * _WARM), None)
     whole = int(uses.chosen_T[0]) * layout.blocks  # blocks that full offload reads for a token
@@ -128,7 +132,7 @@ def _row(
     experts = sum(each.stats.compute_seconds for each in cell.rounds)
     link = loaded / load_seconds if load_seconds else None
     bandwidth = setting.bandwidth or link or float("inf")
-    least_T = belady_T if cell.system.widths is None else beyond_budget(uses, blocks)
+    least_T = belady_T if cell.decisions.widths_TLK is None else beyond_budget(uses, blocks)
     bound = least_seconds(computing, float(least_T[timed].mean()) * layout.block_bytes, bandwidth)
     belady = least_seconds(computing, float(belady_T[timed].mean()) * layout.block_bytes, bandwidth)
     own = least_seconds(computing, loaded / timed.size, bandwidth)

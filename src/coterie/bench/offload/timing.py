@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.bench.offload.bounds import served
 from coterie.bench.offload.decisions import Decisions
 from coterie.bench.offload.replay import Replayer, replay_decode
 from coterie.bench.offload.systems import System
 from coterie.checkpoint.expert_store import ExpertStore
 from coterie.offloading.model import offload
 from coterie.offloading.stats import OffloadStats
+from coterie.policies.registry import make_policy
 
 Visit = tuple[int, NDArray[Any], NDArray[Any]]
 
@@ -47,9 +49,17 @@ def budget_bytes(system: System, share: float, store: ExpertStore) -> int:
     return int(share * layout.num_records * layout.blocks + 1e-9) * layout.block_bytes
 
 
-def visits(decisions: Decisions, store: ExpertStore, end: int) -> Iterator[Visit]:
-    """What the tokens before `end` asked of the cache, layer by layer."""
-    uses = decisions.part(slice(0, end)).uses(store.layout)
+def visits(
+    decisions: Decisions, store: ExpertStore, end: int, system: System, budget: int, factor: float
+) -> Iterator[Visit]:
+    """What the tokens before `end` ask of the cache of `budget` bytes, layer by layer; `factor`: F of skip-on-miss."""
+    before = decisions.part(slice(0, end))
+    uses, blocks = before.uses(store.layout), budget // store.layout.block_bytes
+    if factor:  # what is skipped depends on what is there
+        policy = make_policy(system.policy, uses.shape)
+        for layer, ids_K, blocks_K, _ in served(uses, policy, blocks, before.weights_TLK, factor):
+            yield layer, ids_K[blocks_K > 0], blocks_K[blocks_K > 0]
+        return
     for ids_LK, blocks_LK in zip(uses.ids_TLK, uses.blocks_TLK, strict=True):
         for layer, (ids_K, blocks_K) in enumerate(zip(ids_LK, blocks_LK, strict=True)):
             yield layer, ids_K[blocks_K > 0], blocks_K[blocks_K > 0]
@@ -57,7 +67,7 @@ def visits(decisions: Decisions, store: ExpertStore, end: int) -> Iterator[Visit
 
 def time_round(
     store: ExpertStore, system: System, share: float, decisions: Decisions, rows_S: NDArray[Any],
-    bandwidth: float | None, seed: int = 0,
+    bandwidth: float | None, seed: int = 0, options: Mapping[str, Any] | None = None,
 ) -> Round:  # fmt: skip
     """Make a system's model, bring it to the state that it would be in, and time it over recorded tokens.
 
@@ -71,14 +81,16 @@ def time_round(
         rows_S: [S] consecutive tokens of the decisions.
         bandwidth: bytes per second of an emulated link; None: the real one.
         seed: of the token ids that are fed.
+        options: further arguments of `coterie.offload`, beside the system's.
     """
-    replayer = Replayer(decisions)
+    replayer, given = Replayer(decisions), {**system.options, **(options or {})}
+    budget, factor = budget_bytes(system, share, store), float(given.get("skip_misses") or 0)
     model = offload(
-        store.folder, budget_bytes(system, share, store), None if system.widths is None else replayer.widths,
-        policy=system.policy, schedule=system.schedule, bandwidth=bandwidth, **system.options,
+        store.folder, budget, None if decisions.widths_TLK is None else replayer.widths,
+        policy=system.policy, schedule=system.schedule, bandwidth=bandwidth, **given,
     )  # fmt: skip
     try:
-        model.warm(visits(decisions, store, int(rows_S[0])))
+        model.warm(visits(decisions, store, int(rows_S[0]), system, budget, factor))
         with replayer.intercepting(model):
             replay_decode(model, replayer, rows_S[:1, None], seed)
             before = model.stats()
