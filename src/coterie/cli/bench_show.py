@@ -62,10 +62,12 @@ def _beside(figure: str, asked: float | None) -> str:
 
 def _schedules(name: str, found: dict[str, Any]) -> None:
     rows = [
-        [row["schedule"], f"{row['overlap']:.1%}", f"{row['attainable_overlap']:.1%}", f"{row['tokens_per_s']:.2f}"]
+        [row["schedule"], f"{row['overlap']:.1%}", "-" if row["within_a_layer"] is None else
+         f"{row['within_a_layer']:.1%}", f"{row['attainable_overlap']:.1%}", f"{row['tokens_per_s']:.2f}"]
         for row in found["rows"]
-    ]
-    table(("schedule", "overlap", "attainable", "tokens/s"), rows, found["about"])
+    ]  # fmt: skip
+    head = ("schedule", f"overlap (asked {found['asked_overlap']:.0%})", "within a layer", "attainable", "prompts/s")
+    table(head, rows, found["about"])
 
 
 def _speeds(name: str, found: dict[str, Any]) -> None:

@@ -120,9 +120,7 @@ class Runtime:
             if self._cache.used_blocks or self._flying:
                 raise ConfigError("the model has run already; warm one that was just made")
             for layer, experts_N, blocks_N in visits:
-                self._cache.serve(layer, experts_N, blocks_N)
-                if self._ahead is not None:
-                    self._ahead.observe(layer, experts_N, blocks_N)
+                self._pass(layer, experts_N, blocks_N)
             held_LE = self._cache.arrived_LE.copy()
             self._cache.arrived_LE[:] = 0
             try:
@@ -134,6 +132,21 @@ class Runtime:
                 raise
             peak = self._cache.used_blocks * self._layout.block_bytes
             self._stats.peak_expert_bytes = max(self._stats.peak_expert_bytes, peak)
+
+    def _pass(self, layer: int, experts_N: NDArray[Any], blocks_N: NDArray[Any]) -> None:
+        """What a visit leaves behind, without reading; one that does not fit whole goes expert by expert."""
+        if self._ahead is not None:
+            self._ahead.observe(layer, experts_N, blocks_N)
+        try:
+            self._cache.serve(layer, experts_N, blocks_N)
+        except BudgetError:
+            self._cache.used(layer)
+            for expert, blocks in zip(experts_N, blocks_N, strict=True):
+                decision = self._cache.prefetch(layer, np.array([expert]), np.array([blocks]))
+                if decision is None:
+                    raise
+                self._cache.loaded(layer, decision.loads_N3)
+                self._cache.release(layer, int(expert))
 
     def _fetch(self, layer: int, expert: int, blocks: int) -> None:
         """Read the first blocks of an expert, whose memory is reserved, and wait for them."""

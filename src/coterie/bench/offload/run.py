@@ -18,6 +18,8 @@ from coterie.bench.offload.bench_model import BenchShape, bench_shape, make_benc
 from coterie.bench.offload.cached_plans import CachedPlans
 from coterie.bench.offload.decisions import Decisions, decisions_of_trace
 from coterie.bench.offload.plans import SIZE, Measured, Plans
+from coterie.bench.offload.schedules import schedules
+from coterie.bench.offload.studies import Bench, batches, lengths, scheduling
 from coterie.bench.offload.systems import System, cached_systems, chosen_systems, lossless_systems, width_systems
 from coterie.bench.offload.table import Quality, Setting, measure_table
 from coterie.bench.offload.targets import asked_of
@@ -141,8 +143,9 @@ def require_tokens(setting: Setting, decisions: Decisions) -> None:
         )
 
 
-Study = Callable[[ExpertStore, Source, Setting, Progress], list[dict[str, Any]] | dict[str, Any]]
-STUDIES: dict[str, Study] = {}
+STUDIES: Mapping[str, Callable[[Bench], dict[str, Any]]] = {
+    "schedules": schedules, "lengths": lengths, "batches": batches, "scheduling": scheduling,
+}  # fmt: skip
 
 
 def run_bench(
@@ -180,7 +183,8 @@ def run_bench(
 
     with bench_store(shape, keep, setting.seed, progress) as store:
         rows = measure_table(store, chosen, quality, setting, progress)
-        tables = {name: STUDIES[name](store, source, setting, progress) for name in studies}
+        bench = Bench(store, quality, source.plans, setting, source.spec.top_k, progress)
+        tables = {name: STUDIES[name](bench) for name in studies}
         layout = store.layout
     about = {
         "routing": dict(source.about), "spec": source.spec.to_json(), "systems": about_systems(chosen),

@@ -149,9 +149,17 @@ def _row(
         "calibration_increase": cell.measured.calibration_increase, "belady_bytes_share":
         float(belady_T[counted].mean()) / whole, "demanded_share":
         float(uses.blocks_TLK[counted].sum(axis=(1, 2)).mean()) / whole,
-        "compute_seconds_per_token": computing, "link_bytes_per_s": link, "budget_bytes": blocks * layout.block_bytes,
+        **_deciding(cell), "compute_seconds_per_token": computing, "link_bytes_per_s": link, "budget_bytes": blocks * layout.block_bytes,
         "rounds_tokens_per_s": [each.tokens_per_s for each in cell.rounds],
     }  # fmt: skip
+
+
+def _deciding(cell: Cell) -> dict[str, float]:
+    """Microseconds a token and layer of looking up widths (recorded ones here) and of coordination."""
+    visits = sum(each.stats.layer_visits for each in cell.rounds)
+    lookup = sum(each.stats.lookup_seconds for each in cell.rounds)
+    coordination = sum(each.stats.coordination_seconds for each in cell.rounds)
+    return {"lookup_us": lookup / visits * 1e6, "coordination_us": coordination / visits * 1e6}
 
 
 def _compared(rows: list[dict[str, Any]], cells: Sequence[Cell], setting: Setting) -> list[dict[str, Any]]:
