@@ -37,7 +37,7 @@ def show_bench(result: dict[str, Any]) -> None:
     )
     for name, show in (("schedules", _schedules), ("lengths", _speeds), ("batches", _speeds), ("scheduling", _costs)):
         if name in result:
-            show(name, result[name])
+            show(result[name], result["studies"].get(name, {}))
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -60,25 +60,28 @@ def _beside(figure: str, asked: float | None) -> str:
     return figure if asked is None else f"{figure} (asked {asked:g})"
 
 
-def _schedules(name: str, found: dict[str, Any]) -> None:
-    rows = [
+def _schedules(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
+    cells = [
         [row["schedule"], f"{row['overlap']:.1%}", "-" if row["within_a_layer"] is None else
          f"{row['within_a_layer']:.1%}", f"{row['attainable_overlap']:.1%}", f"{row['tokens_per_s']:.2f}"]
-        for row in found["rows"]
+        for row in rows
     ]  # fmt: skip
-    head = ("schedule", f"overlap (asked {found['asked_overlap']:.0%})", "within a layer", "attainable", "prompts/s")
-    table(head, rows, found["about"])
+    head = ("schedule", f"overlap (asked {about['asked_overlap']:.0%})", "within a layer", "attainable", "prompts/s")
+    say(about["about"])
+    table(head, cells)
 
 
-def _speeds(name: str, found: dict[str, Any]) -> None:
-    key = found["by"]
-    systems = list(dict.fromkeys(row["system"] for row in found["rows"]))
-    speeds = {(row[key], row["system"]): row["tokens_per_s"] for row in found["rows"]}
-    rows = [[str(value), *(f"{speeds[value, system]:.2f}" for system in systems)]
-            for value in dict.fromkeys(row[key] for row in found["rows"])]  # fmt: skip
-    table((found["by"], *systems), rows, found["about"])
+def _speeds(rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
+    key = about["by"]
+    systems = list(dict.fromkeys(row["system"] for row in rows))
+    speeds = {(row[key], row["system"]): row["tokens_per_s"] for row in rows}
+    cells = [[str(value), *(f"{speeds[value, system]:.2f}" for system in systems)]
+             for value in dict.fromkeys(row[key] for row in rows)]  # fmt: skip
+    say(about["about"])
+    table((key, *systems), cells)
 
 
-def _costs(name: str, found: dict[str, Any]) -> None:
-    rows = [[part, f"{value:.1f}"] for part, value in found["microseconds"].items()]
-    table(("part", "microseconds a token and layer"), rows, found["about"])
+def _costs(found: dict[str, Any], _: dict[str, Any]) -> None:
+    say(found["about"])
+    cells = [[part, f"{value:.1f}"] for part, value in found["microseconds"].items()]
+    table(("part", "microseconds a token and layer"), cells)

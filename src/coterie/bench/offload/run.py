@@ -184,7 +184,7 @@ def run_bench(
     with bench_store(shape, keep, setting.seed, progress) as store:
         rows = measure_table(store, chosen, quality, setting, progress)
         bench = Bench(store, quality, source.plans, setting, source.spec.top_k, progress)
-        tables = {name: STUDIES[name](bench) for name in studies}
+        found = {name: STUDIES[name](bench) for name in studies}
         layout = store.layout
     about = {
         "routing": dict(source.about), "spec": source.spec.to_json(), "systems": about_systems(chosen),
@@ -193,6 +193,8 @@ def run_bench(
         "by_budget": {} if cached is None else dict(cached.to_json()),
     }  # fmt: skip
     rows = [{**row, "asked": asked_of(row, shape.coarse)} for row in rows]
+    tables = {name: each.pop("rows", each) for name, each in found.items()}
+    about["studies"] = {name: each for name, each in found.items() if each is not tables[name]}
     return {"rows": rows, **tables, **about, **provenance(setting), "seconds": round(time.monotonic() - started, 1)}
 
 

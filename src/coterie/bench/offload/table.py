@@ -149,7 +149,8 @@ def _row(
         "calibration_increase": cell.measured.calibration_increase, "belady_bytes_share":
         float(belady_T[counted].mean()) / whole, "demanded_share":
         float(uses.blocks_TLK[counted].sum(axis=(1, 2)).mean()) / whole,
-        **_deciding(cell), "compute_seconds_per_token": computing, "link_bytes_per_s": link, "budget_bytes": blocks * layout.block_bytes,
+        "compute_seconds_per_token": computing, "link_bytes_per_s": link, "budget_bytes": blocks * layout.block_bytes,
+        **_deciding(cell),
         "rounds_tokens_per_s": [each.tokens_per_s for each in cell.rounds],
     }  # fmt: skip
 
