@@ -127,6 +127,20 @@ def require_budgets(budgets: Mapping[str, float], spec: MoESpec) -> None:
             )
 
 
+def require_shape(spec: MoESpec, shape: BenchShape) -> None:
+    """Refuse to replay routing on a model of another shape.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    ours, theirs = (spec.num_layers, spec.num_experts, spec.top_k), (shape.layers, shape.experts, shape.top_k)
+    if ours != theirs:
+        raise ConfigError(
+            "the routing is of {} layers of {} experts, top-{}, ".format(*ours)
+            + "the model to time of {} layers of {} experts, top-{}; use routing of its shape".format(*theirs)
+        )
+
+
 def require_tokens(setting: Setting, decisions: Decisions) -> None:
     """Refuse more tokens than were recorded.
 
@@ -173,6 +187,7 @@ def run_bench(
     chosen = chosen_systems(source.systems, systems)
     require_budgets(setting.budgets, source.spec)
     shape, started = shape or bench_shape(source.spec), time.monotonic()
+    require_shape(source.spec, shape)
     require_tokens(setting, source.full.decisions)
     cached = None
     if source.plans is not None:

@@ -16,6 +16,7 @@ from coterie.bench.offload.systems import FULL, LOSSLESS, MOE_OFFLOAD, System, l
 from coterie.bench.offload.table import Quality, Setting
 from coterie.bench.offload.timing import Visit, budget_bytes
 from coterie.checkpoint.expert_store import ExpertStore
+from coterie.errors import ConfigError
 from coterie.offloading.model import offload
 from coterie.progress import Progress, silent
 
@@ -153,6 +154,11 @@ def scheduling(bench: Bench) -> dict[str, Any]:
     decisions = bench.decisions(System("any")) if measured is None else measured.decisions.scaled(1)
     widths = None if measured is None or measured.plan is None else WidthTables.of(measured.plan).widths
     layout, replayer = bench.store.layout, Replayer(decisions)
+    if measured is not None and measured.plan is not None and measured.plan.width > layout.width:
+        raise ConfigError(
+            f"the plan is for {measured.plan.width} neurons an expert, the model to time has {layout.width}; looking "
+            "up widths is timed with the plan's own, so time a model of as many"
+        )
     model = offload(bench.store.folder, "100%", widths)
     try:
         every, whole = np.arange(layout.num_experts), np.full(layout.num_experts, layout.blocks)
