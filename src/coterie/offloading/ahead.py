@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,10 +24,11 @@ class Ahead:
         self._chance_E: NDArray[np.float64] = np.zeros(shape.num_experts)
         self._blocks_LE = np.full((shape.num_layers, shape.num_experts), shape.blocks, np.int64)
 
-    def observe(self, layer: int, experts_N: NDArray[Any], blocks_N: NDArray[Any]) -> None:
-        """A layer runs these experts so wide; layers come in order."""
+    def observe(self, layer: int, need_E: NDArray[np.int32]) -> None:
+        """A layer runs so many blocks of each expert; layers come in order."""
+        experts_N = np.flatnonzero(need_E)
         self._chance_E = self._guess.observe(layer, experts_N)
-        self._blocks_LE[layer, experts_N] = blocks_N
+        self._blocks_LE[layer, experts_N] = need_E[experts_N]
 
     def wanted(self, layer: int) -> tuple[int, int] | None:
         """The likeliest expert of the next layer that is not resident as wide as when it last ran, and how wide."""

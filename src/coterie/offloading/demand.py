@@ -12,8 +12,8 @@ from numba import njit
 
 
 @njit(cache=True, nogil=True)
-def fill_demand(ids_S: Any, widths_S: Any, block: int, width: int, need_E: Any, rows_E: Any) -> int:
-    """Blocks that each expert needs for its widest slot, and its slots that run.
+def fill_demand(ids_S: Any, widths_S: Any, block: int, width: int, need_E: Any, rows_E: Any, out_N3: Any) -> Any:
+    """Blocks that each expert needs for its widest slot.
 
     Args:
         ids_S: [S] int64, the chosen experts.
@@ -21,20 +21,27 @@ def fill_demand(ids_S: Any, widths_S: Any, block: int, width: int, need_E: Any, 
         block: neurons of a block.
         width: neurons of an expert, I.
         need_E: [E] int32, filled: blocks.
-        rows_E: [E] int32, filled: slots that run; -1 where the expert was not chosen, 0 where it was skipped.
+        rows_E: [E] int32, scratch.
+        out_N3: [E, 3] int64, filled for every expert that needs any: expert, blocks, slots that run.
 
     Returns:
-        the first slot whose expert or width cannot be; -1: none.
+        (rows of `out_N3`, experts chosen, skipped ones included, the first slot that cannot be or -1).
     """
     need_E[:] = 0
     rows_E[:] = -1
+    chosen = count = 0
     for s in range(ids_S.size):
         e, w = ids_S[s], widths_S[s]
         if e < 0 or e >= need_E.size or w < 0 or w > width:
-            return s
+            return 0, 0, s
+        chosen += rows_E[e] < 0
         rows_E[e] = max(rows_E[e], 0) + (w > 0)
         need_E[e] = max(need_E[e], (w + block - 1) // block)
-    return -1
+    for e in range(need_E.size):
+        if need_E[e] > 0:
+            out_N3[count, 0], out_N3[count, 1], out_N3[count, 2] = e, need_E[e], rows_E[e]
+            count += 1
+    return count, chosen, -1
 
 
 @njit(cache=True, nogil=True)

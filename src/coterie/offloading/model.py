@@ -118,6 +118,7 @@ def _require_same(model: Any, layers: list[MoELayer], store: ExpertStore) -> Non
 def _widths(model: Any, store: ExpertStore, widths: WidthPlan | Widths | None) -> Widths | None:
     if not isinstance(widths, WidthPlan):
         return widths
+    from coterie.ops.value_widths import host_widths
     from coterie.ops.widths import WidthTables
 
     layout, order = store.layout, getattr(model.config, ORDER_KEY, None)
@@ -131,7 +132,7 @@ def _widths(model: Any, store: ExpertStore, widths: WidthPlan | Widths | None) -
             f"the store has {layout.width} neurons an expert in the order {order or 'of the original'}, the width plan "
             f"is for {widths.width} in the order {order_digest(widths.order_LEI)}; pack with the plan's own profile"
         )
-    return WidthTables.of(widths).widths
+    return host_widths(WidthTables.of(widths))
 
 
 def _most(model: Any, store: ExpertStore, use_cached: bool | WidthPlan | Widths) -> Widths | None:

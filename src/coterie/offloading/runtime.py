@@ -79,6 +79,7 @@ class Runtime:
         self._limits = (self._layout.num_experts, self._layout.width)
         self._choice = choice or WidthChoice(self._layout.width, self._layout.block_neurons)
         self._need_E, self._rows_E = (np.zeros(self._layout.num_experts, np.int32) for _ in range(2))
+        self._asked_N3 = np.zeros((self._layout.num_experts, 3), np.int64)
         self._timeout, self._check, self._timeline = timeout, check, timeline
         self._flying: dict[tuple[int, int], list[Load]] = {}
         self._ahead = Ahead(cache) if ahead and store.layout.num_layers > 1 else None
@@ -232,10 +233,12 @@ class Runtime:
         self._stats.skipped += self._choice.skip(slots, self._cache.reserved_LE[layer])
         ids_S, widths_S = slots.ids_S, slots.widths_S
         block, width = self._layout.block_neurons, self._layout.width
-        wrong = fill_demand(ids_S, widths_S, block, width, self._need_E, self._rows_E)
+        count, chosen, wrong = fill_demand(
+            ids_S, widths_S, block, width, self._need_E, self._rows_E, self._asked_N3
+        )  # fmt: skip
         if wrong >= 0:
             Group(int(ids_S[wrong]), int(widths_S[wrong]), 1).require_within(self._limits)
-        return Visit(layer, self._need_E, self._rows_E)
+        return Visit(layer, self._need_E, self._asked_N3[:count].tolist(), chosen)
 
     def _combined(self, visit: Visit, outputs: dict[int, Tensor], weights_TK: Tensor) -> Tensor:
         """The sums of all slots."""
@@ -250,7 +253,7 @@ class Runtime:
             if layer != visit.layer or expert not in visit.need:
                 self._take_back(layer, expert)
         if self._ahead is not None:
-            self._ahead.observe(visit.layer, visit.experts_N, visit.blocks_N)
+            self._ahead.observe(visit.layer, visit.need_E)
 
     def _look_ahead(self, layer: int) -> None:
         """With nothing else to read, begin with the likeliest expert of the next layer, if there is room."""
@@ -267,11 +270,9 @@ class Runtime:
 
     def _look_up(self, visit: Visit, order: Sequence[int]) -> bool:
         """Let the policy learn the visit, and start all its loads if they fit together; whether they did."""
-        reserved_E = self._cache.reserved_LE[visit.layer]
-        misses = sum(bool(blocks > reserved_E[expert]) for expert, blocks in visit.need.items())
         self._stats.layer_visits += 1
-        self._stats.misses += misses
-        self._stats.hits += len(visit.need) - misses
+        self._stats.misses += visit.missing
+        self._stats.hits += len(visit.need) - visit.missing
         self._stats.chosen_bytes += visit.chosen * self._layout.record_bytes
         try:
             decision = self._cache.lookup_need(visit.layer, visit.need_E)
@@ -294,6 +295,8 @@ class Runtime:
 
     def _start(self, decision: Decision, order: Sequence[int]) -> None:
         """Carry out a decision: give memory back first, then begin to read."""
+        if decision.loaded_blocks == 0:
+            return
         for layer, expert, blocks in decision.evicted_N3.tolist():
             self._memory.evict(layer, expert, blocks)
         peak = self._cache.used_blocks * self._layout.block_bytes
@@ -389,11 +392,16 @@ class Runtime:
 
     def _ordered(self, visit: Visit) -> list[int]:
         """A visit's experts in the order to load and compute them."""
-        resident_N = self._cache.reserved_LE[visit.layer, visit.experts_N]
-        load_N = np.maximum(visit.blocks_N - resident_N, 0) * self._layout.block_bytes / self._rates[0]
-        compute_N = visit.blocks_N * self._layout.block_bytes * visit.rows_N / self._rates[1]
-        order_N = self._order(load_N, compute_N, visit.blocks_N)
-        return [int(visit.experts_N[index]) for index in order_N]
+        reserved_E = self._cache.reserved_LE[visit.layer]
+        short = [max(0, blocks - int(reserved_E[expert])) for expert, blocks in visit.need.items()]
+        visit.missing = sum(blocks > 0 for blocks in short)
+        experts = list(visit.need)
+        if visit.missing == 0:
+            return experts
+        blocks_N = np.array(list(visit.need.values()))
+        load_N = np.array(short) * (self._layout.block_bytes / self._rates[0])
+        compute_N = blocks_N * np.array(visit.rows) * (self._layout.block_bytes / self._rates[1])
+        return [experts[index] for index in self._order(load_N, compute_N, blocks_N).tolist()]
 
     def _measure(self, which: int, nbytes: float, seconds: float) -> None:
         """A rate, for the schedule alone."""

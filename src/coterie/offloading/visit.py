@@ -17,23 +17,21 @@ class Visit:
 
     Attributes:
         layer: MoE layer.
-        need_E: [E] int32, how many of its first blocks each expert needs.
-        experts_N: [N] those that need any.
-        blocks_N: [N] how many.
-        rows_N: [N] slots that each runs.
-        need: blocks by expert.
+        need_E: [E] int32, how many of its first blocks each expert needs; not to be kept beyond the visit.
+        need: the same by expert, for those that need any.
+        rows: slots that each of these runs.
         chosen: experts that its tokens chose, skipped ones included.
+        missing: experts of which a needed block is neither resident nor on its way.
         work: its groups.
         groups_of: indices of groups by expert.
         idle: indices of the groups of width 0.
     """
 
-    def __init__(self, layer: int, need_E: NDArray[np.int32], rows_E: NDArray[np.int32]) -> None:
-        self.layer, self.need_E = layer, need_E
-        self.experts_N = np.flatnonzero(need_E)
-        self.blocks_N, self.rows_N = need_E[self.experts_N], rows_E[self.experts_N]
-        self.need = dict(zip(self.experts_N.tolist(), self.blocks_N.tolist(), strict=True))
-        self.chosen = int((rows_E >= 0).sum())
+    def __init__(self, layer: int, need_E: NDArray[np.int32], asked: list[list[int]], chosen: int) -> None:
+        self.layer, self.need_E, self.chosen = layer, need_E, chosen
+        self.need = {expert: blocks for expert, blocks, _ in asked}
+        self.rows = [rows for *_, rows in asked]
+        self.missing = 0
         self.work: SlotGroups | OneToken
         self.groups_of: dict[int, list[int]] = {}
         self.idle: list[int] = []
