@@ -137,7 +137,9 @@ class Runtime:
     def _pass(self, layer: int, experts_N: NDArray[Any], blocks_N: NDArray[Any]) -> None:
         """What a visit leaves behind, without reading; one that does not fit whole goes expert by expert."""
         if self._ahead is not None:
-            self._ahead.observe(layer, experts_N, blocks_N)
+            need_E = np.zeros(self._layout.num_experts, np.int32)
+            np.maximum.at(need_E, experts_N, blocks_N)
+            self._ahead.observe(layer, need_E)
         try:
             self._cache.serve(layer, experts_N, blocks_N)
         except BudgetError:

@@ -59,6 +59,7 @@ class LaneCache:
         budget = int(lane.share * shape.total_blocks + 1e-9)
         self.cache = ExpertCache(shape, budget, make_policy(lane.policy, shape))
         self._need_E, self._rows_E = (np.zeros(layout.num_experts, np.int32) for _ in range(2))
+        self._asked_N3 = np.zeros((layout.num_experts, 3), np.int64)
 
     def settle(self, layer: int, ids_K: NDArray[np.int64], weights_K: NDArray[np.float32], widths_K: Any) -> int:
         """Skip, look up and widen as the runtime does, `widths_K` [K] int64 in place; blocks that were read."""
@@ -66,7 +67,7 @@ class LaneCache:
         if self.lane.skip_misses:
             factor = np.float32(self.lane.skip_misses)
             skip_missing(ids_K, weights_K, len(ids_K), factor, block, cache.reserved_LE[layer], widths_K)
-        fill_demand(ids_K, widths_K, block, self._width, self._need_E, self._rows_E)
+        fill_demand(ids_K, widths_K, block, self._width, self._need_E, self._rows_E, self._asked_N3)
         decision = cache.lookup_need(layer, self._need_E)
         if self.lane.use_cached:
             most_K = np.full(len(ids_K), self._width)

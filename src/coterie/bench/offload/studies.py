@@ -148,11 +148,12 @@ def scheduling(bench: Bench) -> dict[str, Any]:
 
     Source: CRISP Table 3.
     """
+    from coterie.ops.value_widths import host_widths
     from coterie.ops.widths import WidthTables
 
     measured = None if bench.plans is None else bench.plans.get(_OURS)
     decisions = bench.decisions(System("any")) if measured is None else measured.decisions.scaled(1)
-    widths = None if measured is None or measured.plan is None else WidthTables.of(measured.plan).widths
+    widths = None if measured is None or measured.plan is None else host_widths(WidthTables.of(measured.plan))
     layout, replayer = bench.store.layout, Replayer(decisions)
     if measured is not None and measured.plan is not None and measured.plan.width > layout.width:
         raise ConfigError(

@@ -136,3 +136,28 @@ def test_a_warm_model_was_not_used_before(store: Any) -> None:
     with pytest.raises(ConfigError, match="warm one that was just made"):
         model.warm([])
     model.close()
+
+
+def test_what_does_not_fit_whole_warms_expert_by_expert(store: Any) -> None:
+    """As a long prompt leaves it behind; and what is read ahead learns it."""
+    model = coterie.offload(store.folder, "20%", ahead=True)  # four of 24 experts
+    model.warm((layer, np.arange(8), np.full(8, 16)) for layer in range(3))
+    stats = model.stats()
+    assert 0.9 * stats.budget_bytes < stats.loaded_bytes <= stats.budget_bytes
+    assert stats.peak_expert_bytes <= stats.budget_bytes
+    model.close()
+
+
+def test_a_block_that_is_corrupted_is_named_when_warming(store: Any, tmp_path: Any) -> None:
+    import shutil
+
+    from coterie.errors import CheckpointError
+
+    folder = shutil.copytree(store.folder, tmp_path / "store")
+    with (folder / "experts.bin").open("r+b") as file:
+        file.seek(store.layout.offset(0, 2) + 3 * store.layout.block_bytes)
+        file.write(b"\xaa\xbb\xcc")
+    model = coterie.offload(folder, "50%")
+    with pytest.raises(CheckpointError, match="corrupted in layer 0, expert 2, block 3"):
+        model.warm([(0, np.arange(4), np.full(4, 16))])
+    model.close()
