@@ -23,6 +23,9 @@ def show_bench(result: dict[str, Any]) -> None:
     )
     if rate is not None:
         say(f"link: an emulation of {rate / 1e9:g} GB/s; speeds are an emulation's, compare them with each other only")
+    rates = sorted(row["link_bytes_per_s"] for row in result["rows"] if row["link_bytes_per_s"])
+    if rates:
+        say(f"reads came at {rates[0] / 1e9:.2f} to {rates[-1] / 1e9:.2f} GB/s")
     if "parameters" in result["routing"]:
         say(f"loss and routing: {result['routing']['model']}, {result['routing']['parameters'] / 1e6:.1f} million "
             "parameters, on held-out text: a small model's")  # fmt: skip
@@ -32,8 +35,8 @@ def show_bench(result: dict[str, Any]) -> None:
     say(
         "bytes read: share of full offload, over all recorded tokens. Speed as a share of what cannot be beaten, "
         "computing included: bound: full width, Belady's misses; with widths, bytes beyond the budget; belady: the "
-        "fewest bytes of any cache of blocks; own: the bytes this system read. Overlap, and as a share of the "
-        "attainable."
+        "fewest bytes of any cache of blocks; own: the bytes this system read. Overlap: share of the loading that "
+        "computing hid, and as a share of the attainable (asked 90%)."
     )
     for name, show in (("schedules", _schedules), ("lengths", _speeds), ("batches", _speeds), ("scheduling", _costs)):
         if name in result:
