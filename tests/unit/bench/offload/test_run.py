@@ -84,6 +84,19 @@ def test_full_offload_and_resident_experts_are_the_ends(result: Any) -> None:
     assert rows["10%", "value 3.6%"]["bytes_share"] < rows["10%", "lossless"]["bytes_share"]
 
 
+def test_without_memory_for_all_computing_is_what_is_left_of_the_waiting(
+    source: Any, small_shape: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from coterie.bench.offload import table
+    from coterie.bench.offload.run import run_bench
+
+    monkeypatch.setattr(table, "available_bytes", lambda: small_shape.layout.total_bytes)
+    monkeypatch.setattr(table, "Resident", None)
+    found = run_bench(source, table.Setting({"20%": 0.2}, 1e9, 2, 1), systems=["lossless"], shape=small_shape)
+    row = found["rows"][0]
+    assert 0 < row["compute_seconds_per_token"] < 1 / row["tokens_per_s"]
+
+
 def test_widths_are_chosen_on_calibration_text(source: Any) -> None:
     from coterie.bench.offload.plans import upper
 
