@@ -53,6 +53,21 @@ def reads_of(
     return read_T
 
 
+def certain_blocks(uses: Uses, weights_TLK: NDArray[np.float32], factor: float) -> NDArray[np.int64]:
+    """[T, L, K] blocks that run whatever is resident: without those that skip-on-miss may skip.
+
+    Args:
+        uses: what is asked.
+        weights_TLK: [T, L, K] routing weights.
+        factor: F; 0: nothing is skipped.
+    """
+    if not factor:
+        return uses.blocks_TLK
+    share_TLK = weights_TLK / np.maximum(weights_TLK.sum(axis=2, keepdims=True), np.float32(1e-20))
+    certain_TLK: NDArray[np.int64] = np.where(share_TLK * weights_TLK.shape[2] < factor, 0, uses.blocks_TLK)
+    return certain_TLK
+
+
 def beyond_budget(uses: Uses, budget_blocks: int) -> NDArray[np.int64]:
     """Blocks that every token runs beyond what can be resident when it begins, [T]: no cache reads less for it.
 

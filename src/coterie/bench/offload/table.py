@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.bench.offload.bounds import beyond_budget, least_seconds, reads_of, segments
+from coterie.bench.offload.bounds import beyond_budget, certain_blocks, least_seconds, reads_of, segments
 from coterie.bench.offload.decisions import Decisions
 from coterie.bench.offload.plans import Measured
 from coterie.bench.offload.systems import FULL, MOE_OFFLOAD, System
@@ -97,7 +97,8 @@ def measure_table(
             done += 1
             progress("timing", done, len(rounds) * len(cells))
     computing = _computing(store, cells, rounds, setting)
-    rows = [_row(store, cell, computing[id(cell.measured)], rounds, setting) for cell in cells]
+    bandwidth = setting.bandwidth or max(_link(cell) for cell in cells)
+    rows = [_row(store, cell, computing[id(cell.measured)], rounds, bandwidth) for cell in cells]
     return _compared(rows, cells, setting)
 
 
@@ -125,43 +126,57 @@ def _without_waiting(cell: Cell) -> float:
     return seconds / sum(each.tokens for each in cell.rounds)
 
 
+def _link(cell: Cell) -> float:
+    """Bytes a second while anything was read; 0 without reads."""
+    loaded = sum(each.stats.loaded_bytes for each in cell.rounds)
+    return loaded / (sum(each.stats.load_seconds for each in cell.rounds) or 1.0)
+
+
 def _row(
-    store: ExpertStore, cell: Cell, computing: float, rounds: Sequence[NDArray[Any]], setting: Setting
+    store: ExpertStore, cell: Cell, computing: float, rounds: Sequence[NDArray[Any]], bandwidth: float
 ) -> dict[str, Any]:
     layout, uses = store.layout, cell.decisions.uses(store.layout)
     blocks = budget_bytes(cell.system, cell.share, store) // layout.block_bytes
     policy, factor = make_policy(cell.system.policy, uses.shape), cell.measured.options.get("skip_misses", 0)
     read_T = reads_of(uses, policy, blocks, cell.decisions.weights_TLK, factor)
-    belady_T = reads_of(uses, Belady(uses.shape, uses.ids_TLK, uses.blocks_TLK), blocks)
+    certain = replace(uses, blocks_TLK=certain_blocks(uses, cell.decisions.weights_TLK, factor))
+    belady_T = reads_of(certain, Belady(uses.shape, uses.ids_TLK, certain.blocks_TLK), blocks)
     timed, counted = np.concatenate([rows_S[1:] for rows_S in rounds]), slice(int(len(read_T) * _WARM), None)
     whole = int(uses.chosen_T[0]) * layout.blocks  # blocks that full offload reads for a token
-    seconds = sum(each.seconds for each in cell.rounds) / sum(each.tokens for each in cell.rounds)
     loaded = sum(each.stats.loaded_bytes for each in cell.rounds)
-    load_seconds = sum(each.stats.load_seconds for each in cell.rounds)
-    exposed = sum(each.stats.exposed_seconds for each in cell.rounds)
-    experts = sum(each.stats.compute_seconds for each in cell.rounds)
-    link = loaded / load_seconds if load_seconds else None
-    bandwidth = setting.bandwidth or link or float("inf")
-    least_T = belady_T if cell.decisions.widths_TLK is None else beyond_budget(uses, blocks)
-    bound = least_seconds(computing, float(least_T[timed].mean()) * layout.block_bytes, bandwidth)
-    belady = least_seconds(computing, float(belady_T[timed].mean()) * layout.block_bytes, bandwidth)
-    own = least_seconds(computing, loaded / timed.size, bandwidth)
-    attainable = min(1.0, experts / load_seconds) if load_seconds else 1.0
-    overlap = max(0.0, 1 - exposed / load_seconds) if load_seconds else 1.0
+    lossless = cell.decisions.widths_TLK is None and not factor
+    least_T = belady_T if lossless else beyond_budget(certain, blocks)
+    least = {
+        "bound": float(least_T[timed].mean()) * layout.block_bytes,
+        "belady": float(belady_T[timed].mean()) * layout.block_bytes, "own_bound": loaded / timed.size,
+    }  # fmt: skip
     return {
-        "budget": cell.budget, "system": cell.system.name, "tokens_per_s": 1 / seconds,
-        "bytes_share": float(read_T[counted].mean()) / whole, "timed_bytes_share":
-        loaded / (timed.size * whole * layout.block_bytes), "bound_tokens_per_s": 1 / bound,
-        "share_of_bound": bound / seconds, "belady_tokens_per_s": 1 / belady, "share_of_belady": belady / seconds,
-        "own_bound_tokens_per_s": 1 / own, "share_of_own_bound": own / seconds, "overlap": overlap,
-        "attainable_overlap": attainable, "share_of_attainable": overlap / attainable if attainable else 1.0,
+        "budget": cell.budget, "system": cell.system.name, **_speeds(cell, computing, least, bandwidth),
+        "bytes_share": float(read_T[counted].mean()) / whole,
+        "timed_bytes_share": loaded / (timed.size * whole * layout.block_bytes),
+        "belady_bytes_share": float(belady_T[counted].mean()) / whole,
+        "demanded_share": float(uses.blocks_TLK[counted].sum(axis=(1, 2)).mean()) / whole,
         "perplexity_increase": cell.measured.increase, "interval_95": list(cell.measured.interval),
-        "calibration_increase": cell.measured.calibration_increase, "belady_bytes_share":
-        float(belady_T[counted].mean()) / whole, "demanded_share":
-        float(uses.blocks_TLK[counted].sum(axis=(1, 2)).mean()) / whole,
-        "compute_seconds_per_token": computing, "link_bytes_per_s": link, "budget_bytes": blocks * layout.block_bytes,
+        "calibration_increase": cell.measured.calibration_increase, "budget_bytes": blocks * layout.block_bytes,
         **_deciding(cell),
-        "rounds_tokens_per_s": [each.tokens_per_s for each in cell.rounds],
+    }  # fmt: skip
+
+
+def _speeds(cell: Cell, computing: float, least: Mapping[str, float], bandwidth: float) -> dict[str, Any]:
+    """How fast it was, and as a share of what `least` bytes a token allow; how much of the loading was hidden."""
+    seconds = sum(each.seconds for each in cell.rounds) / sum(each.tokens for each in cell.rounds)
+    load = sum(each.stats.load_seconds for each in cell.rounds)
+    exposed = sum(each.stats.exposed_seconds for each in cell.rounds)
+    attainable = min(1.0, sum(each.stats.compute_seconds for each in cell.rounds) / load) if load else 1.0
+    overlap = max(0.0, 1 - exposed / load) if load else 1.0
+    bounds = {name: least_seconds(computing, nbytes, bandwidth) for name, nbytes in least.items()}
+    return {
+        "tokens_per_s": 1 / seconds, "rounds_tokens_per_s": [each.tokens_per_s for each in cell.rounds],
+        **{f"{name}_tokens_per_s": 1 / bound for name, bound in bounds.items()},
+        **{f"share_of_{name}": bound / seconds for name, bound in bounds.items()},
+        "overlap": overlap, "attainable_overlap": attainable,
+        "share_of_attainable": overlap / attainable if attainable else 1.0,
+        "compute_seconds_per_token": computing, "link_bytes_per_s": _link(cell) or None,
     }  # fmt: skip
 
 

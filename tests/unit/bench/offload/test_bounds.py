@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coterie.bench.offload.bounds import beyond_budget, least_seconds, reads_of, segments
+from coterie.bench.offload.bounds import beyond_budget, certain_blocks, least_seconds, reads_of, segments
 from coterie.policies.belady import Belady
 from coterie.policies.eviction import CacheShape
 from coterie.policies.registry import make_policy
@@ -25,6 +25,13 @@ def test_a_token_reads_at_least_what_it_runs_beyond_the_budget() -> None:
     wanted = uses([[[0, 1], [2, 3]], [[0, 1], [2, 3]]], [[[4, 2], [3, 0]], [[1, 1], [1, 1]]], 4)
     assert beyond_budget(wanted, 6).tolist() == [3, 0]
     assert beyond_budget(wanted, 9).tolist() == [0, 0]
+
+
+def test_what_may_be_skipped_need_not_be_read() -> None:
+    wanted = uses([[[0, 1], [2, 3]]], [[[4, 4], [4, 4]]], 4)
+    weights_TLK = np.array([[[0.7, 0.3], [1.0, 1.0]]], np.float32)
+    assert certain_blocks(wanted, weights_TLK, 0.8).tolist() == [[[4, 0], [4, 4]]]
+    assert certain_blocks(wanted, weights_TLK, 0).tolist() == wanted.blocks_TLK.tolist()
 
 
 def test_seconds_are_the_longer_of_reading_and_computing() -> None:
