@@ -10,6 +10,7 @@ import typer
 import coterie
 from coterie.cli import demo, evaluate, export, place, profile, record, study, trace_prune, widths
 from coterie.cli.bake import bake
+from coterie.cli.bench import bench_offload
 from coterie.cli.check_engine import check_engine
 from coterie.cli.common import Interrupted
 from coterie.cli.generate import generate
@@ -43,6 +44,8 @@ studies = typer.Typer(help="Measure what papers' tables and figures show.", no_a
 app.add_typer(studies, name="study")
 simulate = typer.Typer(help="What a machine you don't have would do, counted on a trace.", no_args_is_help=True)
 app.add_typer(simulate, name="simulate")
+benches = typer.Typer(help="Time it on this machine, against other ways and against bounds.", no_args_is_help=True)
+app.add_typer(benches, name="bench")
 
 
 def _show_version(wanted: bool) -> None:
@@ -82,6 +85,7 @@ trace.command("prune")(trace_prune.trace_prune)
 model.command("info")(model_info)
 studies.command("widths")(study.study_widths)
 simulate.command("offload")(simulate_offload)
+benches.command("offload")(bench_offload)
 
 
 def main() -> None:

@@ -45,9 +45,9 @@ def offload(
 ) -> Any:  # fmt: skip
     """A model that runs as usual, its experts read from a store as they are needed and kept as a budget allows.
 
-    The model has two methods more: `stats()`, an `OffloadStats`, and `close()`. Whatever the budget, policy and
-    schedule, its outputs are the same, bit for bit; with `use_cached` or `skip_misses` they depend on what is resident.
-    Everything but the routed experts is in memory beside the budget.
+    The model has three methods more: `stats()`, an `OffloadStats`, `close()`, and `warm()` (see `Runtime.warm`).
+    Whatever the budget, policy and schedule, its outputs are the same, bit for bit; with `use_cached` or `skip_misses`
+    they depend on what is resident. Everything but the routed experts is in memory beside the budget.
 
     Source: CRISP §3.4, §4; prefixes of neuron blocks as what is cached go beyond the paper.
 
@@ -112,7 +112,7 @@ def offload(
     )  # fmt: skip
     for layer in layers:
         _replace_forward(layer, runtime, timeline)
-    model.stats, model.close = runtime.stats, runtime.close
+    model.stats, model.close, model.warm = runtime.stats, runtime.close, runtime.warm
     weakref.finalize(model, runtime.close)
     return model
 

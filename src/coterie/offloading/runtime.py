@@ -8,12 +8,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from coterie.checkpoint.expert_store import ExpertStore
@@ -101,6 +103,61 @@ class Runtime:
         link, gathered = self._link, self._memory.gathered_bytes
         told = replace(self._stats, loaded_bytes=link.loaded_bytes, load_seconds=link.busy_seconds, direct=link.direct)
         return replace(told, gathered_bytes=gathered)
+
+    def warm(self, visits: Iterable[tuple[int, NDArray[Any], NDArray[Any]]]) -> None:
+        """Be as if these visits had been: the policy learns them all, and what it would hold by then is read.
+
+        A benchmark so begins in the state that minutes of reading would lead to.
+
+        Args:
+            visits: in order, (layer, experts [N], how many of its first blocks each runs [N]).
+
+        Raises:
+            BudgetError: when a visit does not fit.
+            CheckpointError: when a read fails or does not end in time, or a block is corrupted.
+            ConfigError: when something has run already.
+        """
+        with self._lock:
+            if self._failed is not None:
+                raise self._failed
+            if self._cache.used_blocks or self._flying:
+                raise ConfigError("the model has run already; warm one that was just made")
+            for layer, experts_N, blocks_N in visits:
+                self._pass(layer, experts_N, blocks_N)
+            held_LE = self._cache.arrived_LE.copy()
+            self._cache.arrived_LE[:] = 0
+            try:
+                for layer, expert in np.argwhere(held_LE).tolist():
+                    self._fetch(layer, expert, int(held_LE[layer, expert]))
+            except BaseException:
+                self._abandon()
+                self._cache.cancel_all()
+                raise
+            peak = self._cache.used_blocks * self._layout.block_bytes + self._memory.beside_bytes
+            self._stats.peak_expert_bytes = max(self._stats.peak_expert_bytes, peak)
+
+    def _pass(self, layer: int, experts_N: NDArray[Any], blocks_N: NDArray[Any]) -> None:
+        """What a visit leaves behind, without reading; one that does not fit whole goes expert by expert."""
+        if self._ahead is not None:
+            need_E = np.zeros(self._layout.num_experts, np.int32)
+            np.maximum.at(need_E, experts_N, blocks_N)
+            self._ahead.observe(layer, need_E)
+        try:
+            self._cache.serve(layer, experts_N, blocks_N)
+        except BudgetError:
+            self._cache.used(layer)
+            for expert, blocks in zip(experts_N, blocks_N, strict=True):
+                decision = self._cache.prefetch(layer, np.array([expert]), np.array([blocks]))
+                if decision is None:
+                    raise
+                self._cache.loaded(layer, decision.loads_N3)
+                self._cache.release(layer, int(expert))
+
+    def _fetch(self, layer: int, expert: int, blocks: int) -> None:
+        """Read the first blocks of an expert, whose memory is reserved, and wait for them."""
+        into = self._memory.buffer(layer, expert, 0, blocks)
+        self._flying[layer, expert] = [self._link.read(layer, expert, 0, blocks, into)]
+        self._await(layer, expert)
 
     def close(self) -> None:
         """End the link's threads and give the experts' memory back; the model cannot run afterwards."""
