@@ -1,0 +1,286 @@
+"""Learn what neurons are worth: by descent on what masking them does to a model's predictions."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import coterie
+from coterie.calibration.activations import check_experts, slots_by_expert
+from coterie.calibration.collector import frozen
+from coterie.calibration.learning_state import LearningState
+from coterie.calibration.masked_experts import Masks, log_weights, masking
+from coterie.calibration.text_windows import TextWindows, text_windows
+from coterie.errors import CheckpointError, ConfigError
+from coterie.models.backend import import_transformers, quiet
+from coterie.models.identity import ORDER_KEY, identity_of
+from coterie.models.intercept import intercept
+from coterie.models.layers import find_moe_layers
+from coterie.models.record import refuse_training
+from coterie.profile.model_profile import ModelProfile
+from coterie.profile.profile_file import digest_of
+from coterie.progress import Progress, silent
+from coterie.pruning.importance_order import LEARNT, neuron_order
+from coterie.pruning.value_share import ValueShares
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DEFAULT_BYTES, DEFAULT_STEPS, DEFAULT_WINDOW = 0.42, 160, 256
+STEP_TOKENS = 1024  # of a step: windows are joined until they hold so many
+MIN_TOKENS_PER_EXPERT = 16  # as for profiling: fewer teach chance
+_ASIDE, _MOST_ASIDE = 5, 8192  # every fifth window is put aside to judge by, up to so many tokens
+_JUDGE_EVERY, _PATIENCE = 20, 4
+_SOFTNESS = 0.25
+_LEAST = 1e-6  # of the mean: a neuron worth nothing has no logarithm
+
+
+def learn_values(
+    model: Any,
+    tokenizer: Any,
+    texts: str | Mapping[str, str],
+    profile: ModelProfile,
+    *,
+    tokens: int,
+    bytes: float = DEFAULT_BYTES,
+    steps: int = DEFAULT_STEPS,
+    window: int | None = None,
+    seed: int = 0,
+    resume_from: str | Path | None = None,
+    progress: Progress = silent,
+) -> ModelProfile:
+    """Learn, on calibration text, what every neuron is worth to the policy `value`.
+
+    The frozen model runs with neuron i of expert e masked where w_e v_i is below a threshold, with the threshold set
+    so that a share of the expert bytes runs. log v descends along the gradient of KL(full model || masked model), less
+    what would only move the threshold: no neuron gains unless others lose as many bytes. A mask passes its gradient
+    straight through (the soft mask's). Every fifth window is put aside; what did best there is kept, the start (the
+    profile's own importance) included, and learning stops once it finds nothing better.
+
+    One step takes one forward pass of the whole model, and one forward and backward pass with whole experts, over
+    about 1,024 tokens. Memory holds beside the model the activations of one such pass outside the experts, and five
+    float32 arrays of a number for each neuron.
+
+    Source: beyond the papers. The rule that the values serve is in `pruning.widths`.
+
+    Args:
+        model: a Transformers model in eval mode, its neurons in the order in which it was profiled.
+        tokenizer: its tokenizer.
+        texts: a text, or several by name, which take turns.
+        profile: of this model.
+        tokens: tokens of text to use, in all; whole windows of them are.
+        bytes: the share of expert bytes to learn at. What is learnt serves other shares as well, near ones best.
+        steps: most steps.
+        window: tokens of a window; None: 256, or what the model reads if that is less.
+        seed: which windows, and their order.
+        resume_from: a file for the state, written at every look at the windows put aside. If it is there, and of the
+            same run, that run goes on from it to the same result. It is not removed.
+        progress: told of every step.
+
+    Returns:
+        The profile with one more variant of importance, `learnt`, which orders and values prefer to the others. Its
+        provenance holds the text, settings and what was found under that name.
+
+    Raises:
+        ConfigError: for a profile of another model or order, a model in training mode, too few tokens (16 for each
+            expert on average, and five windows), or settings that cannot be.
+        CheckpointError: for unknown experts, another model's tokenizer, and predictions that are NaN or infinite.
+    """
+    import_transformers()
+    refuse_training(model)
+    _check(model, profile, tokens, bytes, steps)
+    named = {"text": texts} if isinstance(texts, str) else dict(texts)
+    length = min(window or DEFAULT_WINDOW, getattr(model.config.get_text_config(), "max_position_embeddings", tokens))
+    chosen = text_windows(model, tokenizer, named, max(tokens // length, 1) * length, length, seed)
+    settings = _settings(model, profile, chosen, bytes, steps, seed)
+    start_LEI = _start(profile)
+    state = LearningState.beginning(start_LEI)
+    saved = None if resume_from is None else Path(resume_from)
+    if saved is not None and saved.exists():
+        state.load(saved, settings)
+    learner = _Learner(model, profile, chosen, bytes, seed)
+    with quiet(), frozen(model):
+        _learn(learner, state, steps, saved, settings, progress)
+    return _result(profile, state, settings, learner)
+
+
+def _learn(
+    learner: _Learner, state: LearningState, steps: int, saved: Path | None, settings: Mapping[str, Any],
+    progress: Progress,
+) -> None:  # fmt: skip
+    """Descend until `steps`, or until nothing better is found; put the state aside at every look."""
+    if not state.tried:
+        state.judge(learner.divergence(state.average_LEI))
+    while state.step < steps and not state.stale(_PATIENCE):
+        state.descend(learner.gradient(state.log_value_LEI, state.step), steps)
+        progress("learning", state.step, steps)
+        if state.step % _JUDGE_EVERY == 0 or state.step == steps:
+            state.judge(learner.divergence(state.average_LEI))
+            if saved is not None:
+                state.save(saved, settings)
+
+
+class _Learner:
+    """A frozen model, its windows, and the share of bytes to learn at."""
+
+    def __init__(self, model: Any, profile: ModelProfile, chosen: TextWindows, bytes: float, seed: int) -> None:
+        import torch
+
+        self._model, self._bytes, self._seed = model, bytes, seed
+        self._shares = ValueShares(profile)
+        self._experts = profile.spec.num_experts
+        ids_WN = torch.tensor([list(window.inputs) for window in chosen.windows])
+        aside_W = np.arange(len(ids_WN)) % _ASIDE == _ASIDE // 2
+        self._ids_WN, self.aside_WN = ids_WN[~aside_W], ids_WN[aside_W][: max(1, _MOST_ASIDE // chosen.length)]
+        self._batch = max(1, min(STEP_TOKENS // chosen.length, len(self._ids_WN)))
+
+    @property
+    def tokens(self) -> int:
+        """That are learnt from."""
+        return int(self._ids_WN.numel())
+
+    def gradient(self, log_value_LEI: NDArray[np.float32], step: int) -> NDArray[np.float32]:
+        """The gradient of a batch's KL by each logarithm at a fixed share of bytes, [L, E, I]."""
+        import torch
+
+        ids_BN = self._ids_WN[self._rows(step)]
+        expected_BNV, decisions = self._expected(ids_BN)
+        masks = self._masks(log_value_LEI)
+        masks.log_value_LEI.requires_grad_(True)
+        with torch.enable_grad(), masking(self._model, masks):
+            kl = self._kl(expected_BNV, ids_BN)
+            kl.backward()
+        found = masks.log_value_LEI.grad
+        slopes = torch.zeros_like(masks.log_value_LEI, requires_grad=False)
+        with torch.no_grad():
+            for layer, (ids_TK, weights_TK) in enumerate(decisions):
+                log_weight_S = log_weights(weights_TK)
+                for expert, slots in slots_by_expert(ids_TK, self._experts):
+                    slopes[layer, expert] = masks.slopes(masks.log_value_LEI[layer, expert], log_weight_S[slots])
+        price = found.sum(dtype=torch.float64) / slopes.sum(dtype=torch.float64).clamp_min(1e-30)
+        gradient_LEI = found - price.to(slopes.dtype) * slopes
+        if not bool(gradient_LEI.isfinite().all()):
+            raise CheckpointError(_NO_NUMBER.format(f"the gradient of step {step + 1} is"))
+        result: NDArray[np.float32] = gradient_LEI.cpu().numpy()
+        return result
+
+    def divergence(self, log_value_LEI: NDArray[np.float32]) -> float:
+        """Mean KL over the tokens put aside, nats."""
+        import torch
+
+        masks, sum_kl = self._masks(log_value_LEI), 0.0
+        for ids_BN in self.aside_WN.split(self._batch):
+            expected_BNV, _ = self._expected(ids_BN)
+            with torch.no_grad(), masking(self._model, masks):
+                sum_kl += float(self._kl(expected_BNV, ids_BN)) * ids_BN.numel()
+        return sum_kl / self.aside_WN.numel()
+
+    def _rows(self, step: int) -> NDArray[np.int64]:
+        """The windows of a step: every window once before any comes again, in an order by seed and round."""
+        count = len(self._ids_WN)
+        rounds = range(step * self._batch // count, ((step + 1) * self._batch - 1) // count + 1)
+        order = np.concatenate([np.random.default_rng([self._seed, each]).permutation(count) for each in rounds])
+        first = step * self._batch - rounds[0] * count
+        return order[first : first + self._batch]
+
+    def _masks(self, log_value_LEI: NDArray[np.float32]) -> Masks:
+        import torch
+
+        threshold = self._shares.threshold(log_value_LEI, self._bytes)
+        return Masks(torch.tensor(log_value_LEI, device=self._model.device), threshold, _SOFTNESS)
+
+    def _expected(self, ids_BN: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """The full model's log-probabilities, and what its routers chose in every layer."""
+        import torch
+
+        decisions: list[tuple[Tensor, Tensor]] = []
+        with torch.no_grad(), intercept(self._model, lambda _, hidden, ids, weights: decisions.append((ids, weights))):
+            logits_BNV = self._model(input_ids=ids_BN.to(self._model.device), use_cache=False).logits
+        return logits_BNV.float().log_softmax(-1), decisions
+
+    def _kl(self, expected_BNV: Tensor, ids_BN: Tensor) -> Tensor:
+        """Mean KL(full || masked) a token, nats; a tensor without axes."""
+        logits_BNV = self._model(input_ids=ids_BN.to(self._model.device), use_cache=False).logits
+        kl: Tensor = (expected_BNV.exp() * (expected_BNV - logits_BNV.float().log_softmax(-1))).sum(-1).mean()
+        if not math.isfinite(float(kl.detach())):
+            raise CheckpointError(_NO_NUMBER.format("the model's predictions are"))
+        return kl
+
+
+_NO_NUMBER = "{} NaN or infinite; check the weights, or load the model in another dtype (float32)"
+
+
+def _start(profile: ModelProfile) -> NDArray[np.float32]:
+    """[L, E, I] logarithms of the values that the profile's own importance gives, in the model's order of neurons."""
+    others = {name: values for name, values in profile.importance.items() if name != LEARNT}
+    order = neuron_order(replace(profile, importance=others))
+    value_LEI = np.empty_like(order.value_LEI)
+    np.put_along_axis(value_LEI, order.order_LEI.astype(np.int64), order.value_LEI, axis=2)
+    return np.log(np.maximum(value_LEI, _LEAST * value_LEI.mean())).astype(np.float32)
+
+
+def _check(model: Any, profile: ModelProfile, tokens: int, bytes: float, steps: int) -> None:
+    for layer in find_moe_layers(model):
+        check_experts(layer)
+    identity, order = identity_of(model), getattr(model.config, ORDER_KEY, None)
+    if identity != profile.identity:
+        raise ConfigError(
+            f"the profile is of {profile.spec.model} with identity {profile.identity}, the model has {identity}: their "
+            "routers differ; profile this model"
+        )
+    if order != (profiled := profile.provenance.get("neuron_order")):
+        raise ConfigError(
+            f"the model's neurons are in the order {order or 'of the original'}, the profile's in "
+            f"{profiled or 'that of the original'}; use the model that was profiled"
+        )
+    if not 0 < bytes < 1:
+        raise ConfigError(f"a byte share of {bytes:g} is not within 0 and 1; write it like 0.5")
+    if steps < 1:
+        raise ConfigError(f"{steps} steps of learning; at least 1 is needed, {DEFAULT_STEPS} is the default")
+    spec = profile.spec
+    least = -(-MIN_TOKENS_PER_EXPERT * spec.num_experts // spec.top_k)
+    if tokens < least:
+        raise ConfigError(
+            f"{tokens} tokens are too few to learn from with {spec.num_experts} experts, top-{spec.top_k}; use at "
+            f"least {least}, and tens of thousands to learn what holds on other text"
+        )
+
+
+def _settings(
+    model: Any, profile: ModelProfile, chosen: TextWindows, bytes: float, steps: int, seed: int
+) -> dict[str, Any]:
+    """What decides the result: the same settings give the same values. Ready for JSON."""
+    if len(chosen.windows) < _ASIDE:
+        raise ConfigError(
+            f"the text gives {len(chosen.windows)} windows of {chosen.length} tokens; learning needs {_ASIDE} at least, "
+            "one of them to judge by: use more tokens, or a smaller window"
+        )
+    others = {name: values for name, values in profile.importance.items() if name != LEARNT}
+    return {
+        "profile": digest_of(replace(profile, importance=others)),
+        "dtype": str(model.dtype).removeprefix("torch."), "texts": [dict(source) for source in chosen.sources],
+        "window": chosen.length, "bytes": bytes, "steps": steps, "seed": seed,
+    }  # fmt: skip
+
+
+def _result(
+    profile: ModelProfile, state: LearningState, settings: Mapping[str, Any], learner: _Learner
+) -> ModelProfile:
+    value_LEI = np.exp(state.best_LEI.astype(np.float64))
+    found = dict(state.tried)
+    versions = {name: importlib.import_module(name).__version__ for name in ("torch", "transformers")}
+    learnt = {
+        **settings, "tokens_learnt": learner.tokens, "tokens_aside": int(learner.aside_WN.numel()),
+        "steps_done": state.step, "best_step": state.best_step, "kl_before": state.tried[0][1],
+        "kl_after": found[state.best_step], "tried": [list(each) for each in state.tried],
+        "versions": {"coterie": coterie.__version__, **versions},
+    }  # fmt: skip
+    importance = {**profile.importance, LEARNT: (value_LEI / value_LEI.mean()).astype(np.float32)}
+    return replace(profile, importance=importance, provenance={**profile.provenance, LEARNT: learnt})
