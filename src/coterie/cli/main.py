@@ -10,6 +10,7 @@ import typer
 import coterie
 from coterie.cli import demo, evaluate, export, place, profile, record, study, trace_prune, widths
 from coterie.cli.generate import generate
+from coterie.cli.learn import learn
 from coterie.cli.model_info import model_info
 from coterie.cli.pack import pack
 from coterie.cli.reorder import reorder
@@ -62,6 +63,7 @@ app.command("place")(place.place)
 app.command("widths")(widths.widths)
 app.command("record")(record.record)
 app.command("profile")(profile.profile)
+app.command("learn")(learn)
 app.command("export")(export.export)
 app.command("validate")(export.validate)
 app.command("reorder")(reorder)
