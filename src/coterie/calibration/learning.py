@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 DEFAULT_BYTES, DEFAULT_STEPS, DEFAULT_WINDOW = 0.42, 160, 256
 STEP_TOKENS = 1024  # of a step: windows are joined until they hold so many
 MIN_TOKENS_PER_EXPERT = 16  # as for profiling: fewer teach chance
-_ASIDE, _MOST_ASIDE = 5, 8192  # every fifth window is put aside to judge by, up to so many tokens
+_ASIDE, _MOST_ASIDE = 5, 8192  # one window in five is put aside to judge by, up to so many tokens
 _JUDGE_EVERY, _PATIENCE = 20, 4
 _SOFTNESS = 0.25
 _LEAST = 1e-6  # of the mean: a neuron worth nothing has no logarithm
@@ -61,7 +61,7 @@ def learn_values(
     The frozen model runs with neuron i of expert e masked where w_e v_i is below a threshold, with the threshold set
     so that a share of the expert bytes runs. log v descends along the gradient of KL(full model || masked model), less
     what would only move the threshold: no neuron gains unless others lose as many bytes. A mask passes its gradient
-    straight through (the soft mask's). Every fifth window is put aside; what did best there is kept, the start (the
+    straight through (the soft mask's). One window in five is put aside; what did best there is kept, the start (the
     profile's own importance) included, and learning stops once it finds nothing better.
 
     One step takes one forward pass of the whole model, and one forward and backward pass with whole experts, over
@@ -136,9 +136,9 @@ class _Learner:
         self._model, self._bytes, self._seed = model, bytes, seed
         self._shares = ValueShares(profile)
         self._experts = profile.spec.num_experts
-        ids_WN = torch.tensor([list(window.inputs) for window in chosen.windows])
-        aside_W = np.arange(len(ids_WN)) % _ASIDE == _ASIDE // 2
-        self._ids_WN, self.aside_WN = ids_WN[~aside_W], ids_WN[aside_W][: max(1, _MOST_ASIDE // chosen.length)]
+        ids_WN: Any = torch.tensor([list(window.inputs) for window in chosen.windows])
+        aside_W = _aside(len(ids_WN), chosen.length)
+        self._ids_WN, self.aside_WN = ids_WN[~aside_W], ids_WN[aside_W]
         self._batch = max(1, min(STEP_TOKENS // chosen.length, len(self._ids_WN)))
 
     @property
@@ -155,9 +155,9 @@ class _Learner:
         masks = self._masks(log_value_LEI)
         masks.log_value_LEI.requires_grad_(True)
         with torch.enable_grad(), masking(self._model, masks):
-            kl = self._kl(expected_BNV, ids_BN)
+            kl: Any = self._kl(expected_BNV, ids_BN)
             kl.backward()
-        found = masks.log_value_LEI.grad
+        found: Any = masks.log_value_LEI.grad
         slopes = torch.zeros_like(masks.log_value_LEI, requires_grad=False)
         with torch.no_grad():
             for layer, (ids_TK, weights_TK) in enumerate(decisions):
@@ -180,7 +180,7 @@ class _Learner:
             expected_BNV, _ = self._expected(ids_BN)
             with torch.no_grad(), masking(self._model, masks):
                 sum_kl += float(self._kl(expected_BNV, ids_BN)) * ids_BN.numel()
-        return sum_kl / self.aside_WN.numel()
+        return sum_kl / int(self.aside_WN.numel())
 
     def _rows(self, step: int) -> NDArray[np.int64]:
         """The windows of a step: every window once before any comes again, in an order by seed and round."""
@@ -214,6 +214,14 @@ class _Learner:
         return kl
 
 
+def _aside(count: int, length: int) -> NDArray[np.bool_]:
+    """Which of `count` windows are put aside, spread evenly over them."""
+    few = min(count // _ASIDE, max(1, _MOST_ASIDE // length))
+    aside_W = np.zeros(count, np.bool_)
+    aside_W[((2 * np.arange(few) + 1) * count) // (2 * few)] = True
+    return aside_W
+
+
 _NO_NUMBER = "{} NaN or infinite; check the weights, or load the model in another dtype (float32)"
 
 
@@ -223,7 +231,8 @@ def _start(profile: ModelProfile) -> NDArray[np.float32]:
     order = neuron_order(replace(profile, importance=others))
     value_LEI = np.empty_like(order.value_LEI)
     np.put_along_axis(value_LEI, order.order_LEI.astype(np.int64), order.value_LEI, axis=2)
-    return np.log(np.maximum(value_LEI, _LEAST * value_LEI.mean())).astype(np.float32)
+    logarithms_LEI: NDArray[np.float32] = np.log(np.maximum(value_LEI, _LEAST * value_LEI.mean()))
+    return logarithms_LEI
 
 
 def _check(model: Any, profile: ModelProfile, tokens: int, bytes: float, steps: int) -> None:
@@ -259,8 +268,8 @@ def _settings(
     """What decides the result: the same settings give the same values. Ready for JSON."""
     if len(chosen.windows) < _ASIDE:
         raise ConfigError(
-            f"the text gives {len(chosen.windows)} windows of {chosen.length} tokens; learning needs {_ASIDE} at least, "
-            "one of them to judge by: use more tokens, or a smaller window"
+            f"the text gives {len(chosen.windows)} windows of {chosen.length} tokens; learning needs {_ASIDE} at "
+            "least, one of them to judge by: use more tokens, or a smaller window"
         )
     others = {name: values for name, values in profile.importance.items() if name != LEARNT}
     return {

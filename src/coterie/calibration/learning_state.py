@@ -1,4 +1,4 @@
-"""Where learning what neurons are worth stands: plain arrays, so that it can be put aside and taken up again exactly."""
+"""Where learning what neurons are worth stands: plain arrays, to be put aside and taken up again exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`coterie learn`: what neurons are worth to the policy value, learnt from what leaving them out does to predictions."""
+"""`coterie learn`: what neurons are worth, learnt from what leaving them out does to predictions."""
 
 from __future__ import annotations
 

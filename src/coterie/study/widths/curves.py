@@ -62,9 +62,10 @@ def run(context: StudyContext) -> dict[str, Any]:
     """Every policy at several strengths, and comparisons of the paper's policy with others.
 
     Source: CRISP §5.2.1 and §5.5.2 for its policy against uniform width; curves and `value` go beyond the paper.
-    `value-learnt` is `value` with what `learn_values` learnt on the first halves; `at_crisp_loss` is of that, with that
-    of `value` by importance, which learns nothing, beside it. The other policies stand in order of importance; the
-    paper's is also measured in the learnt order, to tell what the order does from what widths do. Strengths are met on the profile's sample; bytes are those run on the evaluation text.
+    `value-learnt` is `value` with what `learn_values` learnt on the first halves; `at_crisp_loss` is of that, with
+    that of `value` by importance, which learns nothing, beside it. The other policies stand in order of importance;
+    the paper's is also measured in the learnt order, to tell what the order does from what widths do. Strengths are
+    met on the profile's sample; bytes are those run on the evaluation text.
     """
     measured = {policy: _measure(context, policy) for policy in (*_SHARES, *_TIERED)}
     paper = measured["crisp"][PAPER]
