@@ -17,7 +17,7 @@ from coterie.pruning.width_planning import plan_widths
 
 pytestmark = [pytest.mark.needs("torch"), pytest.mark.needs("transformers")]
 
-RUN: dict[str, Any] = {"tokens": 320, "window": 32, "steps": 24, "bytes": 0.5, "seed": 1}
+RUN: dict[str, Any] = {"tokens": 640, "window": 32, "steps": 40, "bytes": 0.5, "seed": 1}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_it_improves_on_text_put_aside_and_on_other_text(qwen, text, profile, le
     told = learnt.provenance["learnt"]
     assert told["kl_after"] == min(kl for _, kl in told["tried"])
     assert told["kl_after"] < 0.9 * told["kl_before"]
-    assert (told["tokens_learnt"], told["tokens_aside"], told["steps"]) == (256, 64, 24)
+    assert (told["tokens_learnt"], told["tokens_aside"], told["steps"]) == (512, 128, 40)
     kl = {variant: _kl(qwen, learnt, text(300, seed=5), variant) for variant in ("learnt", "first_order_rms_down")}
     assert kl["learnt"] < kl["first_order_rms_down"]
     assert digest_of(replace(learnt, importance=profile.importance)) == digest_of(profile)
@@ -83,14 +83,15 @@ def test_the_same_seed_gives_the_same_and_the_model_stays(qwen, text, profile, l
     model, tokenizer = qwen
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     wanting = [parameter.requires_grad for parameter in model.parameters()]
-    again = coterie.learn_values(model, tokenizer, text(700), profile, **RUN)
+    again = coterie.learn_values(model, tokenizer, text(700), learnt, **RUN)  # begins where the profile did
     assert digest_of(again) == digest_of(learnt)
     assert all((tensor == before[name]).all() for name, tensor in model.state_dict().items())
     assert [parameter.requires_grad for parameter in model.parameters()] == wanting
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any("forward" in vars(module) for module in model.modules())
-    other = coterie.learn_values(model, tokenizer, text(700), profile, **{**RUN, "seed": 2})
-    assert digest_of(other) != digest_of(learnt)
+    short = [coterie.learn_values(model, tokenizer, text(700), profile, **{**RUN, "steps": 2, "seed": seed})
+             for seed in (1, 2)]  # fmt: skip
+    assert digest_of(short[0]) != digest_of(short[1])
 
 
 def test_an_interrupted_run_goes_on_to_the_same_result(qwen, text, profile, learnt, tmp_path):
@@ -108,17 +109,12 @@ def test_an_interrupted_run_goes_on_to_the_same_result(qwen, text, profile, lear
     assert seen[0] == 21
     assert digest_of(again) == digest_of(learnt)
     assert again.provenance == learnt.provenance
-    for other in ({"seed": 2}, {"bytes": 0.6}, {"steps": 25}, {"window": 40}):
+    for other in ({"seed": 2}, {"bytes": 0.6}, {"steps": 41}, {"window": 40}):
         with pytest.raises(ConfigError, match=rf"of another run .* delete {state}"):
             coterie.learn_values(*qwen, text(700), profile, **{**RUN, **other}, resume_from=state)
     state.write_bytes(state.read_bytes()[:-50])
     with pytest.raises(ConfigError, match="cannot go on from"):
         coterie.learn_values(*qwen, text(700), profile, **RUN, resume_from=state)
-
-
-def test_learning_again_begins_where_the_profile_did(qwen, text, learnt):
-    again = coterie.learn_values(*qwen, text(700), learnt, **RUN)
-    assert digest_of(again) == digest_of(learnt)
 
 
 def test_an_update_leaves_out_what_was_learnt_and_says_so(qwen, text, learnt):
