@@ -3,42 +3,33 @@
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import coterie
-from coterie.calibration.activations import check_experts, slots_by_expert
+from coterie.calibration.activations import check_experts
 from coterie.calibration.collector import frozen
 from coterie.calibration.learning_state import LearningState
-from coterie.calibration.masked_experts import Masks, log_weights, masking
+from coterie.calibration.masked_model import ASIDE, MaskedModel
 from coterie.calibration.text_windows import TextWindows, text_windows
-from coterie.errors import CheckpointError, ConfigError
+from coterie.errors import ConfigError
 from coterie.models.backend import import_transformers, quiet
 from coterie.models.identity import ORDER_KEY, identity_of
-from coterie.models.intercept import intercept
 from coterie.models.layers import find_moe_layers
 from coterie.models.record import refuse_training
 from coterie.profile.model_profile import ModelProfile
 from coterie.profile.profile_file import digest_of
 from coterie.progress import Progress, silent
 from coterie.pruning.importance_order import LEARNT, neuron_order
-from coterie.pruning.value_share import ValueShares
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 DEFAULT_BYTES, DEFAULT_STEPS, DEFAULT_WINDOW = 0.42, 160, 256
-STEP_TOKENS = 1024  # of a step: windows are joined until they hold so many
 MIN_TOKENS_PER_EXPERT = 16  # as for profiling: fewer teach chance
-_ASIDE, _MOST_ASIDE = 5, 8192  # one window in five is put aside to judge by, up to so many tokens
 _JUDGE_EVERY, _PATIENCE = 20, 4
-_SOFTNESS = 0.25
 _LEAST = 1e-6  # of the mean: a neuron worth nothing has no logarithm
 
 
@@ -105,14 +96,14 @@ def learn_values(
     saved = None if resume_from is None else Path(resume_from)
     if saved is not None and saved.exists():
         state.load(saved, settings)
-    learner = _Learner(model, profile, chosen, bytes, seed)
+    learner = MaskedModel(model, profile, chosen, bytes, seed)
     with quiet(), frozen(model):
         _learn(learner, state, steps, saved, settings, progress)
     return _result(profile, state, settings, learner)
 
 
 def _learn(
-    learner: _Learner, state: LearningState, steps: int, saved: Path | None, settings: Mapping[str, Any],
+    learner: MaskedModel, state: LearningState, steps: int, saved: Path | None, settings: Mapping[str, Any],
     progress: Progress,
 ) -> None:  # fmt: skip
     """Descend until `steps`, or until nothing better is found; put the state aside at every look."""
@@ -125,104 +116,6 @@ def _learn(
             state.judge(learner.divergence(state.average_LEI))
             if saved is not None:
                 state.save(saved, settings)
-
-
-class _Learner:
-    """A frozen model, its windows, and the share of bytes to learn at."""
-
-    def __init__(self, model: Any, profile: ModelProfile, chosen: TextWindows, bytes: float, seed: int) -> None:
-        import torch
-
-        self._model, self._bytes, self._seed = model, bytes, seed
-        self._shares = ValueShares(profile)
-        self._experts = profile.spec.num_experts
-        ids_WN: Any = torch.tensor([list(window.inputs) for window in chosen.windows])
-        aside_W = _aside(len(ids_WN), chosen.length)
-        self._ids_WN, self.aside_WN = ids_WN[~aside_W], ids_WN[aside_W]
-        self._batch = max(1, min(STEP_TOKENS // chosen.length, len(self._ids_WN)))
-
-    @property
-    def tokens(self) -> int:
-        """That are learnt from."""
-        return int(self._ids_WN.numel())
-
-    def gradient(self, log_value_LEI: NDArray[np.float32], step: int) -> NDArray[np.float32]:
-        """The gradient of a batch's KL by each logarithm at a fixed share of bytes, [L, E, I]."""
-        import torch
-
-        ids_BN = self._ids_WN[self._rows(step)]
-        expected_BNV, decisions = self._expected(ids_BN)
-        masks = self._masks(log_value_LEI)
-        masks.log_value_LEI.requires_grad_(True)
-        with torch.enable_grad(), masking(self._model, masks):
-            kl: Any = self._kl(expected_BNV, ids_BN)
-            kl.backward()
-        found: Any = masks.log_value_LEI.grad
-        slopes = torch.zeros_like(masks.log_value_LEI, requires_grad=False)
-        with torch.no_grad():
-            for layer, (ids_TK, weights_TK) in enumerate(decisions):
-                log_weight_S = log_weights(weights_TK)
-                for expert, slots in slots_by_expert(ids_TK, self._experts):
-                    slopes[layer, expert] = masks.slopes(masks.log_value_LEI[layer, expert], log_weight_S[slots])
-        price = found.sum(dtype=torch.float64) / slopes.sum(dtype=torch.float64).clamp_min(1e-30)
-        gradient_LEI = found - price.to(slopes.dtype) * slopes
-        if not bool(gradient_LEI.isfinite().all()):
-            raise CheckpointError(_NO_NUMBER.format(f"the gradient of step {step + 1} is"))
-        result: NDArray[np.float32] = gradient_LEI.cpu().numpy()
-        return result
-
-    def divergence(self, log_value_LEI: NDArray[np.float32]) -> float:
-        """Mean KL over the tokens put aside, nats."""
-        import torch
-
-        masks, sum_kl = self._masks(log_value_LEI), 0.0
-        for ids_BN in self.aside_WN.split(self._batch):
-            expected_BNV, _ = self._expected(ids_BN)
-            with torch.no_grad(), masking(self._model, masks):
-                sum_kl += float(self._kl(expected_BNV, ids_BN)) * ids_BN.numel()
-        return sum_kl / int(self.aside_WN.numel())
-
-    def _rows(self, step: int) -> NDArray[np.int64]:
-        """The windows of a step: every window once before any comes again, in an order by seed and round."""
-        count = len(self._ids_WN)
-        rounds = range(step * self._batch // count, ((step + 1) * self._batch - 1) // count + 1)
-        order = np.concatenate([np.random.default_rng([self._seed, each]).permutation(count) for each in rounds])
-        first = step * self._batch - rounds[0] * count
-        return order[first : first + self._batch]
-
-    def _masks(self, log_value_LEI: NDArray[np.float32]) -> Masks:
-        import torch
-
-        threshold = self._shares.threshold(log_value_LEI, self._bytes)
-        return Masks(torch.tensor(log_value_LEI, device=self._model.device), threshold, _SOFTNESS)
-
-    def _expected(self, ids_BN: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """The full model's log-probabilities, and what its routers chose in every layer."""
-        import torch
-
-        decisions: list[tuple[Tensor, Tensor]] = []
-        with torch.no_grad(), intercept(self._model, lambda _, hidden, ids, weights: decisions.append((ids, weights))):
-            logits_BNV = self._model(input_ids=ids_BN.to(self._model.device), use_cache=False).logits
-        return logits_BNV.float().log_softmax(-1), decisions
-
-    def _kl(self, expected_BNV: Tensor, ids_BN: Tensor) -> Tensor:
-        """Mean KL(full || masked) a token, nats; a tensor without axes."""
-        logits_BNV = self._model(input_ids=ids_BN.to(self._model.device), use_cache=False).logits
-        kl: Tensor = (expected_BNV.exp() * (expected_BNV - logits_BNV.float().log_softmax(-1))).sum(-1).mean()
-        if not math.isfinite(float(kl.detach())):
-            raise CheckpointError(_NO_NUMBER.format("the model's predictions are"))
-        return kl
-
-
-def _aside(count: int, length: int) -> NDArray[np.bool_]:
-    """Which of `count` windows are put aside, spread evenly over them."""
-    few = min(count // _ASIDE, max(1, _MOST_ASIDE // length))
-    aside_W = np.zeros(count, np.bool_)
-    aside_W[((2 * np.arange(few) + 1) * count) // (2 * few)] = True
-    return aside_W
-
-
-_NO_NUMBER = "{} NaN or infinite; check the weights, or load the model in another dtype (float32)"
 
 
 def _start(profile: ModelProfile) -> NDArray[np.float32]:
@@ -266,9 +159,9 @@ def _settings(
     model: Any, profile: ModelProfile, chosen: TextWindows, bytes: float, steps: int, seed: int
 ) -> dict[str, Any]:
     """What decides the result: the same settings give the same values. Ready for JSON."""
-    if len(chosen.windows) < _ASIDE:
+    if len(chosen.windows) < ASIDE:
         raise ConfigError(
-            f"the text gives {len(chosen.windows)} windows of {chosen.length} tokens; learning needs {_ASIDE} at "
+            f"the text gives {len(chosen.windows)} windows of {chosen.length} tokens; learning needs {ASIDE} at "
             "least, one of them to judge by: use more tokens, or a smaller window"
         )
     others = {name: values for name, values in profile.importance.items() if name != LEARNT}
@@ -280,7 +173,7 @@ def _settings(
 
 
 def _result(
-    profile: ModelProfile, state: LearningState, settings: Mapping[str, Any], learner: _Learner
+    profile: ModelProfile, state: LearningState, settings: Mapping[str, Any], learner: MaskedModel
 ) -> ModelProfile:
     value_LEI = np.exp(state.best_LEI.astype(np.float64))
     found = dict(state.tried)

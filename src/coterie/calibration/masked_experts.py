@@ -82,8 +82,8 @@ def _runner(layer: MoELayer, masks: Masks) -> Any:
         from torch.utils.checkpoint import checkpoint
 
         output: Tensor = checkpoint(
-            masked_ffn, layer.experts, hidden_TH, ids_TK, weights_TK, masks.log_value_LEI[index], masks,
-            use_reentrant=False, preserve_rng_state=False,
+            masked_ffn, layer.experts, hidden_TH, ids_TK, weights_TK, masks.log_value_LEI[index].to(hidden_TH.device),
+            masks, use_reentrant=False, preserve_rng_state=False,
         )  # fmt: skip
         return output
 
