@@ -15,6 +15,7 @@ from coterie.cli.check_engine import check_engine
 from coterie.cli.common import Interrupted
 from coterie.cli.generate import generate
 from coterie.cli.generate_ep import generate_ep
+from coterie.cli.learn import learn
 from coterie.cli.model_info import model_info
 from coterie.cli.pack import pack
 from coterie.cli.reorder import reorder
@@ -69,6 +70,7 @@ app.command("place")(place.place)
 app.command("widths")(widths.widths)
 app.command("record")(record.record)
 app.command("profile")(profile.profile)
+app.command("learn")(learn)
 app.command("export")(export.export)
 app.command("validate")(export.validate)
 app.command("check-engine")(check_engine)
