@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from coterie.calibration.learning import learn_values as learn_values
     from coterie.calibration.profile import profile_model as profile_model
     from coterie.errors import CoterieError as CoterieError
     from coterie.models.bake import bake as bake
@@ -39,6 +40,7 @@ _HOME = {
     "unbake": "coterie.models.bake",
     "apply_widths": "coterie.models.widths",
     "expert_parallel": "coterie.parallel.model",
+    "learn_values": "coterie.calibration.learning",
     "offload": "coterie.offloading.model",
     "pack": "coterie.models.pack",
     "plan_widths": "coterie.pruning.width_planning",

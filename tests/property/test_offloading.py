@@ -54,6 +54,7 @@ def test_memory_stays_within_the_budget_and_outputs_are_exact(data: Any, store: 
     from coterie.offloading.link import Link
     from coterie.offloading.memory import ExpertMemory
     from coterie.offloading.runtime import Runtime
+    from coterie.offloading.width_choice import WidthChoice
 
     layout = store.layout
     shape = CacheShape(LAYERS, EXPERTS, layout.blocks)
@@ -64,9 +65,12 @@ def test_memory_stays_within_the_budget_and_outputs_are_exact(data: Any, store: 
     widths: list[Any] = []
     cache, link = ExpertCache(shape, budget, policy), _Watched.of(Link)(store)
     link.cache, link.limit = cache, budget
+    most = (lambda *_: widths[-1] + (WIDTH - widths[-1]) // 2) if data.draw(st.booleans(), "use cached") else None
+    factor, ran = data.draw(st.sampled_from([None, 0, 0.7, 1]), "skip"), list[Any]()
+    choice = WidthChoice(WIDTH, layout.block_neurons, lambda *_: widths[-1], most, factor)
     runtime = Runtime(
-        store, cache, ExpertMemory(layout, poison=True), link, [_gate] * LAYERS, lambda *_: widths[-1], schedule,
-        ahead=data.draw(st.booleans(), "ahead"), check=True,
+        store, cache, ExpertMemory(layout, poison=True), link, [_gate] * LAYERS, choice, schedule,
+        ahead=data.draw(st.booleans(), "ahead"), check=True, observe=lambda *told: ran.append(told),
     )  # fmt: skip
     experts = torch.from_numpy(np.fromfile(store.experts_file, np.float32).copy())
     records = experts.view(LAYERS, EXPERTS, -1)[:, :, : WIDTH * 3 * HIDDEN].reshape(LAYERS, EXPERTS, WIDTH, 3, HIDDEN)
@@ -78,7 +82,13 @@ def test_memory_stays_within_the_budget_and_outputs_are_exact(data: Any, store: 
             weights = torch.from_numpy(rng.random((tokens, TOP_K)).astype(np.float32))
             widths.append(torch.from_numpy(rng.integers(0, WIDTH + 1, (tokens, TOP_K))))
             found = runtime.run(layer, hidden, ids, weights)
-            expected = _plain(records[layer], hidden, ids, weights, widths[-1])
+            expected = _plain(records[layer], hidden, ids, weights, ran[-1][3])
+            if most is None and not factor:
+                assert torch.equal(ran[-1][3], widths[-1])
+            if not factor:
+                assert (ran[-1][3] >= widths[-1]).all()
+            if most is not None:
+                assert (ran[-1][3] <= most()).all()
             assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
             assert cache.used_blocks <= budget
             assert cache.used_blocks == cache.reserved_LE.sum()
@@ -87,6 +97,68 @@ def test_memory_stays_within_the_budget_and_outputs_are_exact(data: Any, store: 
     finally:
         runtime.close()
     assert runtime.stats().peak_expert_bytes <= budget * layout.block_bytes
+
+
+@given(data=st.data())
+@settings(max_examples=25)
+def test_what_depends_on_the_cache_reads_no_more(data: Any, store: ExpertStore) -> None:
+    """From one state of the cache, with what is resident used or skipped on a miss, and without."""
+    import torch
+
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1), "seed"))
+    name, factor = data.draw(st.sampled_from(sorted(POLICIES)), "policy"), data.draw(st.sampled_from([0, 0.7, 1]), "F")
+    budget, tokens = data.draw(st.integers(20, 50), "budget"), data.draw(st.integers(1, 3), "tokens")
+    plain, used, skips = (_Run(store, name, budget, *of) for of in ((False, None), (True, None), (False, factor)))
+    try:
+        for visit in range(9):
+            layer = visit % LAYERS
+            hidden = torch.from_numpy(rng.normal(size=(tokens, HIDDEN)).astype(np.float32))
+            ids = torch.from_numpy(np.argsort(rng.random((tokens, EXPERTS)))[:, :TOP_K].copy())
+            weights = torch.from_numpy(rng.random((tokens, TOP_K)).astype(np.float32))
+            widths = torch.from_numpy(rng.integers(0, WIDTH + 1, (tokens, TOP_K)))
+            for each in (plain, used, skips):
+                each.widths.append(widths)
+            before_E = skips.cache.reserved_LE[layer].copy()
+            outputs = [each.runtime.run(layer, hidden, ids, weights) for each in (plain, used, skips)]
+            # what ran does not change what is resident: the two stay in step
+            assert (plain.cache.reserved_LE == used.cache.reserved_LE).all()
+            assert used.runtime.stats().loaded_bytes == plain.runtime.stats().loaded_bytes
+            light = weights / weights.sum(1, keepdim=True) * TOP_K < factor
+            ran = skips.ran[-1]
+            assert torch.equal(ran[~light], widths[~light])
+            for token, slot in np.argwhere((ran != widths).numpy()):
+                expert = ids[token, slot]
+                assert light[token, slot]
+                assert ran[token, slot] == 0
+                assert widths[token, slot] > before_E[expert] * store.layout.block_neurons
+                kept = torch.where(ids == expert, ran, 0).max()  # no wider than the slots that ran ask
+                assert skips.cache.reserved_LE[layer, expert] <= max(
+                    before_E[expert], -(-int(kept) // store.layout.block_neurons)
+                )
+            if factor == 0:
+                assert torch.equal(outputs[0], outputs[2])
+    finally:
+        for each in (plain, used, skips):
+            each.runtime.close()
+
+
+class _Run:
+    """A runtime without reading ahead, its cache, and the widths that ran."""
+
+    def __init__(self, store: ExpertStore, policy: str, budget: int, use_cached: bool, factor: float | None) -> None:
+        from coterie.offloading.link import Link
+        from coterie.offloading.memory import ExpertMemory
+        from coterie.offloading.runtime import Runtime
+        from coterie.offloading.width_choice import WidthChoice
+
+        shape = CacheShape(LAYERS, EXPERTS, store.layout.blocks)
+        self.cache, self.widths, self.ran = ExpertCache(shape, budget, make_policy(policy, shape)), [], []
+        most = (lambda _, ids, __: ids * 0 + WIDTH) if use_cached else None
+        choice = WidthChoice(WIDTH, store.layout.block_neurons, lambda *_: self.widths[-1], most, factor)
+        self.runtime = Runtime(
+            store, self.cache, ExpertMemory(store.layout, poison=True), Link(store), [_gate] * LAYERS, choice,
+            check=True, observe=lambda *told: self.ran.append(told[3]),
+        )  # fmt: skip
 
 
 class _Watched:

@@ -64,6 +64,7 @@ shapes = st.tuples(
 def test_torch_is_numpy_bit_for_bit(policy: str, shape: tuple[int, ...], dtype: str) -> None:
     import torch
 
+    from coterie.ops.value_widths import host_widths
     from coterie.ops.widths import WidthTables
 
     experts, top_k, width, step, seed = shape
@@ -78,6 +79,7 @@ def test_torch_is_numpy_bit_for_bit(policy: str, shape: tuple[int, ...], dtype: 
         got = WidthTables.of(plan).widths(layer, torch.tensor(ids_TK), weights_TK)
         expected_TK = widths(plan, layer, ids_TK, weights_TK.float().numpy())
         assert (got.dtype, got.tolist()) == (torch.int64, expected_TK.tolist())
+        assert torch.equal(host_widths(WidthTables.of(plan))(layer, torch.tensor(ids_TK), weights_TK), got)
         assert expected_TK.min() >= 0
         assert expected_TK.max() <= widest(plan) <= width
 

@@ -42,7 +42,7 @@ def collecting(model: Any, sums: Sums, *, gradients: bool) -> Iterator[Collector
             if gradients:
                 stack.callback(layer.experts.register_forward_hook(collector.hook(layer.index)).remove)
         if gradients:
-            stack.enter_context(_frozen(model))
+            stack.enter_context(frozen(model))
             embeddings = model.get_input_embeddings()
             stack.callback(embeddings.register_forward_hook(_start_gradients).remove)
         collector.layers = layers
@@ -158,7 +158,7 @@ class Collector:
 
 
 @contextmanager
-def _frozen(model: Any) -> Iterator[None]:
+def frozen(model: Any) -> Iterator[None]:
     """No parameter wants a gradient inside the block."""
     wanting = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:

@@ -26,6 +26,7 @@ from coterie.models.record import refuse_training
 from coterie.profile.model_profile import ModelProfile
 from coterie.profile.profile_file import check_profile, digest_of
 from coterie.progress import Progress, silent
+from coterie.pruning.importance_order import LEARNT
 from coterie.pruning.tier_error import tier_error
 from coterie.spec import MoESpec
 
@@ -102,7 +103,7 @@ def profile_model(
         run.ablate(ablation_pairs)
     result = _result(model, spec, sums, settings, update)
     check_profile(result)
-    _warn(result)
+    _warn(result, update)
     return result
 
 
@@ -214,7 +215,12 @@ def _result(
     )  # fmt: skip
 
 
-def _warn(profile: ModelProfile) -> None:
+def _warn(profile: ModelProfile, update: ModelProfile | None) -> None:
+    if update is not None and LEARNT in update.importance:
+        warnings.warn(
+            "what was learnt for the earlier profile is of its text alone and left out; learn it again "
+            "(coterie learn)", UserWarning, stacklevel=3,
+        )  # fmt: skip
     error = tier_error(profile)
     if error > WARN_TIER_ERROR:
         warnings.warn(

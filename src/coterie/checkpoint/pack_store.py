@@ -11,12 +11,11 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.checkpoint.expert_records import ExpertRecords
 from coterie.checkpoint.expert_store import (
     CHECKSUMS_FILE,
     EXPERTS_FILE,
@@ -38,8 +37,25 @@ from coterie.units import format_bytes
 _OWN_FILES = {CHECKSUMS_FILE, EXPERTS_FILE, HEADER_FILE, PACKING_FILE, SKELETON_FOLDER}
 
 
+class Records(Protocol):
+    """Where a store's experts come from, one at a time: a checkpoint (`ExpertRecords`), or anything alike."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The tensors of the source that are the experts'."""
+        ...
+
+    def record(self, layer: int, expert: int, order_I: NDArray[Any] | None = None) -> NDArray[Any]:
+        """[I, 3, H], of elements of the layout's size."""
+        ...
+
+    def ordered_biases(self, order_LEI: NDArray[Any]) -> dict[str, NDArray[Any]]:
+        """Biases along neurons by name, moved to this order [L, E, I]; they stay in the skeleton."""
+        ...
+
+
 def pack_store(
-    out: Path, source: Path, tensors: Mapping[str, StoredTensor], records: ExpertRecords, header: StoreHeader,
+    out: Path, source: Path, tensors: Mapping[str, StoredTensor], records: Records, header: StoreHeader,
     order_LEI: NDArray[Any] | None, config: Mapping[str, Any], about: Mapping[str, Any], progress: Progress = silent,
 ) -> int:  # fmt: skip
     """Write a store, or the rest of one that an earlier call began.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from coterie.checkpoint.expert_tensors import FLOAT_BYTES
 from coterie.errors import CheckpointError
@@ -41,28 +42,28 @@ class StoreLayout:
             if getattr(self, name) < 1:
                 raise CheckpointError(f"{name} = {getattr(self, name)} in a store; it must be at least 1")
 
-    @property
+    @cached_property
     def neuron_bytes(self) -> int:
         """Bytes of one neuron."""
         return PARTS * self.hidden_size * FLOAT_BYTES[self.dtype]
 
-    @property
+    @cached_property
     def block_neurons(self) -> int:
         """Neurons in a block: a sixteenth of an expert, or as many more as alignment takes."""
         unit = ALIGNMENT // math.gcd(self.neuron_bytes, ALIGNMENT)
         return unit * math.ceil(self.width / _BLOCKS / unit)
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         """Bytes of a block, a multiple of `ALIGNMENT`."""
         return self.block_neurons * self.neuron_bytes
 
-    @property
+    @cached_property
     def blocks(self) -> int:
         """Blocks in an expert, B."""
         return math.ceil(self.width / self.block_neurons)
 
-    @property
+    @cached_property
     def record_bytes(self) -> int:
         """Bytes of an expert with its padding, a multiple of `ALIGNMENT`."""
         return math.ceil(self.width * self.neuron_bytes / ALIGNMENT) * ALIGNMENT

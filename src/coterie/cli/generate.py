@@ -52,6 +52,22 @@ def generate(
     device: Annotated[
         str | None, typer.Option(help="cuda or cuda:1, experimental: never run on a GPU yet. The budget is its memory.")
     ] = None,
+    use_cached: Annotated[
+        bool,
+        typer.Option(
+            "--use-cached", help="Run resident neurons beyond the planned widths too; outputs then depend on them."
+        ),
+    ] = False,
+    cached_widths: Annotated[
+        Path | None,
+        typer.Option(help="The same, only up to the widths of this second, wider plan."),
+    ] = None,
+    skip_misses: Annotated[
+        float | None,
+        typer.Option(
+            metavar="F", help="Skip an expert that would miss and weighs under F/K of a token; lossy, e.g. 0.75."
+        ),
+    ] = None,
     timeline: Annotated[
         Path | None, typer.Option(help="Write every load and computation as a Chrome trace, .json.")
     ] = None,
@@ -87,6 +103,8 @@ def generate(
             ahead=ahead,
             timeline=recorder,
             device=device,
+            use_cached=use_cached if cached_widths is None else load_plan(cached_widths),
+            skip_misses=skip_misses,
         )
         files.callback(model.close)
         text, result = _continue(model, tokenizer, asked, ids, sampling, batch, sink)
@@ -222,6 +240,8 @@ def _show(result: dict[str, Any], stats: OffloadStats) -> None:
 
     if stats.emulated_bandwidth is not None:
         note(f"an emulated disk of {stats.emulated_bandwidth / 1e9:g} GB/s: the times are an emulation's")
+    if stats.use_cached or stats.skip_misses:
+        note("which neurons run depends on what is resident: another budget or order may give another text")
     rows = [
         ["tokens per second, prompt included", f"{result['tokens_per_s']:.2f}"],
         ["memory of experts: most taken, budget", f"{format_bytes(stats.peak_expert_bytes)}, "

@@ -10,6 +10,7 @@ import typer
 import coterie
 from coterie.cli import demo, evaluate, export, place, profile, record, study, trace_prune, widths
 from coterie.cli.bake import bake
+from coterie.cli.bench import bench_offload
 from coterie.cli.bench_parallel import bench_parallel
 from coterie.cli.calibrate import calibrate
 from coterie.cli.cap import cap
@@ -17,6 +18,7 @@ from coterie.cli.check_engine import check_engine
 from coterie.cli.common import Interrupted
 from coterie.cli.generate import generate
 from coterie.cli.generate_ep import generate_ep
+from coterie.cli.learn import learn
 from coterie.cli.model_info import model_info
 from coterie.cli.pack import pack
 from coterie.cli.reorder import reorder
@@ -72,6 +74,7 @@ app.command("place")(place.place)
 app.command("widths")(widths.widths)
 app.command("record")(record.record)
 app.command("profile")(profile.profile)
+app.command("learn")(learn)
 app.command("export")(export.export)
 app.command("validate")(export.validate)
 app.command("check-engine")(check_engine)
@@ -91,6 +94,7 @@ trace.command("prune")(trace_prune.trace_prune)
 model.command("info")(model_info)
 studies.command("widths")(study.study_widths)
 simulate.command("offload")(simulate_offload)
+benches.command("offload")(bench_offload)
 benches.command("parallel")(bench_parallel)
 
 

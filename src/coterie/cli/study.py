@@ -68,18 +68,21 @@ def _show_curves(result: dict[str, Any]) -> None:
     ]
     table(["policy", "setting, or bytes asked for", "bytes", "perplexity (95%)", "KL"], rows)
     at, fair = result["at_crisp_loss"], result["policies"]["crisp_against_uniform"]
-    low, high = at["ratio"]["interval_95"]
-    say(
-        f"at the paper's policy's loss ({at['perplexity_increase']:+.2%} with {at['crisp_bytes']:.1%} of the bytes), "
-        f"value needs {at['value_bytes']:.1%}: {at['ratio']['value']:.2f} ({low:.2f} to {high:.2f}) times the bytes"
-    )
+    say(f"at the paper's policy's loss ({at['perplexity_increase']:+.2%} with {at['crisp_bytes']:.1%} of the bytes)")
+    for name, each in ((at["value_policy"], at), ("value, by importance alone", at["value_by_importance"])):
+        low, high = each["ratio"]["interval_95"]
+        say(
+            f"  {name} needs {each['value_bytes']:.1%}: {each['ratio']['value']:.2f} ({low:.2f} to {high:.2f}) times "
+            "the bytes"
+        )
     equal = fair["uniform_at_equal_bytes"]
     say(f"uniform width with as many bytes, {equal['bytes']:.1%}: {_interval(_increase(equal))}")
-    others = result["policies"]["against_value"]
-    say(
-        f"of {len(others['points'])} points of other policies, at equal bytes {others['value_below']} lose more than "
-        f"value, {others['within_noise']} as much within noise, {others['value_above']} less"
-    )
+    for name, key in (("value", "against_value"), (at["value_policy"], "against_learnt")):
+        others = result["policies"][key]
+        say(
+            f"of {len(others['points'])} points of other policies, at equal bytes {others['value_below']} lose more "
+            f"than {name}, {others['within_noise']} as much within noise, {others['value_above']} less"
+        )
 
 
 def _show_memory(found: dict[str, Any]) -> None:

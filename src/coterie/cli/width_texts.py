@@ -1,4 +1,4 @@
-"""The options with which `coterie widths` measures perplexity, and where their defaults come from."""
+"""The options with which `coterie widths` measures perplexity, and the model and texts that a profile is of."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class AllowanceOptions:
 
         assert self.max_increase is not None
         allowed = parse_fraction(self.max_increase)
-        texts = self._texts(profile)
-        name = self._model(profile)
+        texts = profiled_texts(profile, self.text, self.domain)
+        name = profiled_model(profile, self.model)
         tokenizer, model = load_tokenizer(name), load_model(name)
         if identity_of(model) != profile.identity:
             raise ConfigError(
@@ -70,31 +70,34 @@ class AllowanceOptions:
         window, stride = choose_window(model.config, min(longest_window, shortest), None)
         return plan_within(model, encoded, plan_of, allowed, window, stride, progress=listen)
 
-    def _model(self, profile: ModelProfile) -> str:
-        from coterie.models.load import resolve
 
-        if self.model is not None:
-            return self.model
-        try:
-            resolve(profile.spec.model)
-        except CheckpointError:
-            raise ConfigError(
-                f"the profile names its model {profile.spec.model!r}, which is no folder here and no shipped model; "
-                "say where it is with --model"
-            ) from None
-        return profile.spec.model
+def profiled_model(profile: ModelProfile, given: str | None) -> str:
+    """The model as it was given, or the one that the profile names."""
+    from coterie.models.load import resolve
 
-    def _texts(self, profile: ModelProfile) -> dict[str, str]:
-        """The texts asked for, or those that were profiled, by name."""
-        from coterie import data
-        from coterie.evaluate.text import read_text_file
+    if given is not None:
+        return given
+    try:
+        resolve(profile.spec.model)
+    except CheckpointError:
+        raise ConfigError(
+            f"the profile names its model {profile.spec.model!r}, which is no folder here and no shipped model; "
+            "say where it is with --model"
+        ) from None
+    return profile.spec.model
 
-        if self.text or self.domain:
-            return {**{name: data.text(name) for name in self.domain}, **{str(f): read_text_file(f) for f in self.text}}
-        sources = profile.provenance.get("texts")
-        if not sources:
-            raise ConfigError("the profile does not say on which text it was made; give --text FILE or --domain NAME")
-        return {source["name"]: _profiled(source) for source in sources}
+
+def profiled_texts(profile: ModelProfile, files: list[Path], domains: list[str]) -> dict[str, str]:
+    """The texts asked for, or those that were profiled, by name."""
+    from coterie import data
+    from coterie.evaluate.text import read_text_file
+
+    if files or domains:
+        return {**{name: data.text(name) for name in domains}, **{str(file): read_text_file(file) for file in files}}
+    sources = profile.provenance.get("texts")
+    if not sources:
+        raise ConfigError("the profile does not say on which text it was made; give --text FILE or --domain NAME")
+    return {source["name"]: _profiled(source) for source in sources}
 
 
 def _profiled(source: dict[str, Any]) -> str:

@@ -68,7 +68,7 @@ def apply_widths(
                 stack.enter_context(reordered(model, plan.order_LEI))
         execution = WidthExecution(layers, plan, count, run)
         for layer in layers:
-            stack.enter_context(_forward(layer, execution))
+            stack.enter_context(experts_forward(layer, execution.run))
         yield execution
 
 
@@ -151,19 +151,28 @@ def _kernel(name: str) -> Callable[..., Any]:
 
 
 @contextmanager
-def _forward(layer: MoELayer, execution: WidthExecution) -> Iterator[None]:
-    """Another forward for one experts module; hooks run as ever, since they are called around it.
+def experts_forward(layer: MoELayer, run: Callable[[int, Tensor, Tensor, Tensor], Tensor]) -> Iterator[None]:
+    """Another forward for one experts module inside the block; hooks run as ever, since they are called around it.
 
     Replacing it leaves alone the model's choice of `experts_implementation`, which is global in name and may be set
     for several models.
+
+    Args:
+        layer: whose experts.
+        run: (layer, hidden [T, H], topk_ids [T, K], topk_weights [T, K]) -> [T, H].
+
+    Raises:
+        ConfigError: where the module's forward is replaced already.
     """
     experts = layer.experts
+    if hasattr(experts, _MARK):
+        raise ConfigError("widths are applied to this model already; leave the other block first")
     before = vars(experts).get("forward")
 
     @functools.wraps(experts.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
         hidden_TH, ids_TK, weights_TK = (*args, *kwargs.values())
-        return execution.run(layer.index, hidden_TH, ids_TK, weights_TK)
+        return run(layer.index, hidden_TH, ids_TK, weights_TK)
 
     try:
         setattr(experts, _MARK, True)

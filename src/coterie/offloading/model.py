@@ -32,18 +32,22 @@ if TYPE_CHECKING:
 
 Widths: TypeAlias = "Callable[[int, Tensor, Tensor], Tensor]"
 """(layer, topk_ids [T, K], topk_weights [T, K]) -> [T, K] integers from 0 to I: what `apply_widths` takes too."""
+Observe: TypeAlias = "Callable[[int, Tensor, Tensor, Tensor], None]"
+"""(layer, topk_ids [T, K], topk_weights [T, K], the widths [T, K] that run)."""
 
 
 def offload(
     store: str | Path, budget: str | int | float, widths: WidthPlan | Widths | None = None, *, policy: str = DEFAULT,
     schedule: str = "johnson", threads: int = 2, direct: bool = True, bandwidth: float | None = None,
     timeout: float = 60.0, ahead: bool = False, check: bool = False, timeline: Timeline | None = None,
-    device: str | Device | None = None,
+    device: str | Device | None = None, use_cached: bool | WidthPlan | Widths = False,
+    skip_misses: float | None = None, observe: Observe | None = None,
 ) -> Any:  # fmt: skip
     """A model that runs as usual, its experts read from a store as they are needed and kept as a budget allows.
 
-    The model has two methods more: `stats()`, an `OffloadStats`, and `close()`. Whatever the budget, policy and
-    schedule, its outputs are the same, bit for bit. Everything but the routed experts is in memory beside the budget.
+    The model has three methods more: `stats()`, an `OffloadStats`, `close()`, and `warm()` (see `Runtime.warm`).
+    Whatever the budget, policy and schedule, its outputs are the same, bit for bit; with `use_cached` or `skip_misses`
+    they depend on what is resident. Everything but the routed experts is in memory beside the budget.
 
     Source: CRISP §3.4, §4; prefixes of neuron blocks as what is cached go beyond the paper.
 
@@ -65,6 +69,11 @@ def offload(
         device: "cuda" or "cuda:1" (experimental: it has not run on a GPU yet): everything but the experts is there, and
             the budget is of its memory, pinned staging on the host and room to copy one expert together included.
             None: the CPU, where experts are computed from where they were read to.
+        use_cached: neurons that are resident are free, so they run too: all of a chosen expert's, or as many as a
+            second, wider plan wants; only `widths` is read for. It reads no more and computes more.
+        skip_misses: F: a chosen expert that would miss is skipped where its normalised weight is below F / K, which
+            costs quality; 0 or None: never.
+        observe: told of every visit's experts and the widths that they run.
 
     Raises:
         BackendUnavailable: without torch or transformers, or such a device.
@@ -81,6 +90,7 @@ def offload(
     import_transformers()
     from coterie.offloading.places import Places
     from coterie.offloading.runtime import Runtime
+    from coterie.offloading.width_choice import WidthChoice
     from coterie.ops.neuron_records import biases_of, gate_of
 
     places = Places(opened, device, bound, threads)
@@ -88,18 +98,21 @@ def offload(
     model = places.put(load_skeleton(opened.skeleton))
     layers = find_moe_layers(model)
     _require_same(model, layers, opened)
-    chosen = _widths(model, opened, widths)
+    if use_cached and widths is None:
+        raise ConfigError("use_cached widens planned widths, and whole experts have no wider ones; give widths")
+    planned, most = _widths(model, opened, widths), _most(model, opened, use_cached)
+    choice = WidthChoice(layout.width, layout.block_neurons, planned, most, skip_misses)
     memory, link = places.memory_and_link(blocks, check, direct, bandwidth, timeline, timeout)
     gates = [gate_of(layer.experts) for layer in layers]
     biases = [biases_of(layer.experts) for layer in layers]
     cache = ExpertCache(shape, blocks, evictions)
     runtime = Runtime(
-        opened, cache, memory, link, gates, chosen, schedule, timeout, ahead, check, timeline, bandwidth,
-        biases,
+        opened, cache, memory, link, gates, choice, schedule, timeout, ahead, check, timeline, bandwidth,
+        biases, observe,
     )  # fmt: skip
     for layer in layers:
         _replace_forward(layer, runtime, timeline)
-    model.stats, model.close = runtime.stats, runtime.close
+    model.stats, model.close, model.warm = runtime.stats, runtime.close, runtime.warm
     weakref.finalize(model, runtime.close)
     return model
 
@@ -118,6 +131,7 @@ def _require_same(model: Any, layers: list[MoELayer], store: ExpertStore) -> Non
 def _widths(model: Any, store: ExpertStore, widths: WidthPlan | Widths | None) -> Widths | None:
     if not isinstance(widths, WidthPlan):
         return widths
+    from coterie.ops.value_widths import host_widths
     from coterie.ops.widths import WidthTables
 
     layout, order = store.layout, getattr(model.config, ORDER_KEY, None)
@@ -131,7 +145,15 @@ def _widths(model: Any, store: ExpertStore, widths: WidthPlan | Widths | None) -
             f"the store has {layout.width} neurons an expert in the order {order or 'of the original'}, the width plan "
             f"is for {widths.width} in the order {order_digest(widths.order_LEI)}; pack with the plan's own profile"
         )
-    return WidthTables.of(widths, model.device).widths
+    return host_widths(WidthTables.of(widths, model.device))
+
+
+def _most(model: Any, store: ExpertStore, use_cached: bool | WidthPlan | Widths) -> Widths | None:
+    """Up to what width resident neurons run."""
+    if not isinstance(use_cached, bool):
+        return _widths(model, store, use_cached)
+    width = store.layout.width
+    return (lambda layer, ids_TK, weights_TK: ids_TK * 0 + width) if use_cached else None
 
 
 def _replace_forward(layer: MoELayer, runtime: Runtime, timeline: Timeline | None) -> None:

@@ -23,7 +23,13 @@ class OffloadStats:
         gathered_bytes: what was copied together within a device, because experts lay scattered there; 0 on the host.
         load_seconds: while any read was under way.
         exposed_seconds: while computation waited for a read.
-        compute_seconds: computing experts.
+        compute_seconds: computing experts and adding up their outputs.
+        lookup_seconds: choosing planned widths.
+        coordination_seconds: all else but waiting: the cache, its policy, schedule, beginning reads, grouping slots.
+        skipped: slots that missed and were not run, with `skip_misses`.
+        computed_bytes: of the weights that ran, an expert once a visit; beside `chosen_bytes`, how much was computed.
+        use_cached: whether what is resident ran beyond the planned widths; outputs then depend on what is resident.
+        skip_misses: F of what was skipped on a miss; None: nothing. With F, too, outputs depend on it.
         direct: whether reads went around the page cache.
         emulated_bandwidth: bytes per second of a throttled link; None: the real one.
     """
@@ -42,6 +48,12 @@ class OffloadStats:
     load_seconds: float = 0.0
     exposed_seconds: float = 0.0
     compute_seconds: float = 0.0
+    lookup_seconds: float = 0.0
+    coordination_seconds: float = 0.0
+    skipped: int = 0
+    computed_bytes: int = 0
+    use_cached: bool = False
+    skip_misses: float | None = None
     direct: bool = True
     emulated_bandwidth: float | None = None
 
@@ -62,14 +74,18 @@ class OffloadStats:
 
     @property
     def attainable_overlap(self) -> float:
-        """What the overlap cannot exceed: compute time over load time, at most 1."""
+        """What the overlap cannot exceed without reading ahead: experts' compute time over load time, at most 1.
+
+        Reading ahead hides loads behind the rest of the model, too.
+        """
         return 1.0 if self.load_seconds <= 0 else min(1.0, self.compute_seconds / self.load_seconds)
 
     def since(self, before: OffloadStats) -> OffloadStats:
         """What happened after `before`; the peak stays that of the whole time."""
         names = (
             "layer_visits", "hits", "misses", "chosen_bytes", "loaded_bytes", "ahead_bytes", "gathered_bytes",
-            "load_seconds", "exposed_seconds", "compute_seconds",
+            "load_seconds", "exposed_seconds", "compute_seconds", "lookup_seconds", "coordination_seconds", "skipped",
+            "computed_bytes",
         )  # fmt: skip
         return replace(self, **{name: getattr(self, name) - getattr(before, name) for name in names})
 

@@ -163,6 +163,14 @@ class Group:
     count: int
     mixed: bool = False
 
+    def require_within(self, limits: tuple[int, int]) -> None:
+        """Raise ConfigError unless there is such an expert, and so many neurons; `limits`: experts, neurons of one."""
+        if not (0 <= self.expert < limits[0] and 0 <= self.width <= limits[1]):
+            raise ConfigError(
+                f"{self.width} neurons of expert {self.expert} cannot run: there are {limits[0]} experts of "
+                f"{limits[1]} neurons"
+            )
+
 
 @dataclass(frozen=True)
 class SlotGroups:
@@ -198,11 +206,7 @@ class SlotGroups:
         assert widths_TK.shape == ids_TK.shape, "a width for each slot"
         groups, slot_S = _groups(ids_TK, widths_TK)
         for group in groups:
-            if not (0 <= group.expert < limits[0] and 0 <= group.width <= limits[1]):
-                raise ConfigError(
-                    f"{group.width} neurons of expert {group.expert} cannot run: there are {limits[0]} experts of "
-                    f"{limits[1]} neurons"
-                )
+            group.require_within(limits)
         joined = _joined(groups, _CALL_TERMS // hidden_TH.shape[1])
         starts = [0, *accumulate(group.count for group in joined)]
         return cls(joined, starts, hidden_TH[slot_S // ids_TK.shape[1]], widths_TK.reshape(-1)[slot_S], slot_S)

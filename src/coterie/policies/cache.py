@@ -71,7 +71,10 @@ class ExpertCache:
             BudgetError: when what the layer needs, with what is on its way, does not fit; nothing was changed but
                 what the policy learnt.
         """
-        need_E = self._need_of(ids_N, blocks_N)
+        return self.lookup_need(layer, self._need_of(ids_N, blocks_N))
+
+    def lookup_need(self, layer: int, need_E: NDArray[np.int32]) -> Decision:
+        """`lookup` of what each expert needs, [E] int32, within 0 and B, which is not checked."""
         self.policy.touch(layer, need_E)
         self._now = layer
         before_E = self.pinned_LE[layer].copy()
@@ -108,6 +111,12 @@ class ExpertCache:
             self.used_blocks -= int(self.reserved_LE[layer, expert] - self.arrived_LE[layer, expert])
             self.reserved_LE[layer, expert] = self.arrived_LE[layer, expert]
             self.pinned_LE[layer, expert] = 0
+
+    def cancel_all(self) -> None:
+        """No read under way will arrive: what waited for one is free again, and nothing is pinned."""
+        self.reserved_LE[:] = self.arrived_LE
+        self.used_blocks = int(self.arrived_LE.sum())
+        self.pinned_LE[:] = 0
 
     def release(self, layer: int, expert: int) -> None:
         """One expert of a layer has computed, the others have not: what it used may be evicted."""
@@ -153,11 +162,11 @@ class ExpertCache:
                     f"a budget of {self.budget_blocks} blocks cannot hold what layer {layer} needs now with what is "
                     f"pinned or on its way; it takes {short - kernels.evictable(*state)} blocks more"
                 )
-            evictions = kernels.make_room(
-                self._now, short, coming if layer == self._now else 0, self._share, self.policy.score_LEB,
-                self.policy.near_D, *state, self._evicted,
+            evictions, gone = kernels.make_room(
+                self._now, short, coming if layer == self._now else 0, self._share, self.policy.whole,
+                self.policy.score_LEB, self.policy.near_D, *state, self._evicted,
             )  # fmt: skip
-            self.used_blocks -= short
+            self.used_blocks -= gone
         self.reserved_LE[layer, loads[:, 0]] = loads[:, 2]
         self.used_blocks += coming
         return Decision(layer, loads, self._evicted[:evictions].copy(), count, coming)

@@ -77,15 +77,10 @@ class CompanyModel:
             value_E: [E] the old values, replaced by the new ones.
             discount: what a token later is worth.
         """
-        self.observe(layer, need_E)
-        features_EF, company_GE, old_E = (
-            self._features_LEF[layer].copy(), self._company_LGE[layer].copy(), value_E.copy()
-        )  # fmt: skip
-        self.predict(layer, layer, value_E)
-        missed_E = old_E - np.where(need_E > 0, 1.0, discount * value_E)
-        _correct(
-            missed_E, company_GE, features_EF, self._weight_LGEE[layer], self._step_LGEE[layer],
-            self._dense_LF[layer], self._dense_step_LF[layer], self._rates,
+        _repredict(
+            layer, need_E, self._back_G, self._chosen_LE, self._before_LE, self._averages_LE2[layer],
+            self._company_LGE[layer], self._features_LEF[layer], self._weight_LGEE[layer], self._step_LGEE[layer],
+            self._dense_LF[layer], self._dense_step_LF[layer], self._rates, value_E, discount,
         )  # fmt: skip
 
 
@@ -152,3 +147,20 @@ def _correct(
                     break
                 step_GEE[g, f, e] += missed * missed
                 weight_GEE[g, f, e] -= rates[2] * missed / np.sqrt(step_GEE[g, f, e])
+
+
+@njit(cache=True, nogil=True)
+def _repredict(
+    layer: int, need_E: Any, back_G: Any, chosen_LE: Any, before_LE: Any, averages_E2: Any, company_GE: Any,
+    features_EF: Any, weight_GEE: Any, step_GEE: Any, dense_F: Any, dense_step_F: Any, rates: Any, value_E: Any,
+    discount: float,
+) -> None:  # fmt: skip
+    """The above as one call: decoding waits for it at every layer."""
+    _observe(need_E, chosen_LE[layer], before_LE[layer], averages_E2, rates)
+    old_features_EF, old_company_GE, missed_E = features_EF.copy(), company_GE.copy(), value_E.copy()
+    _predict(
+        layer, layer, back_G, chosen_LE, before_LE, averages_E2, company_GE, features_EF, weight_GEE, dense_F, value_E
+    )  # fmt: skip
+    for e in range(need_E.size):
+        missed_E[e] -= 1.0 if need_E[e] > 0 else discount * value_E[e]
+    _correct(missed_E, old_company_GE, old_features_EF, weight_GEE, step_GEE, dense_F, dense_step_F, rates)

@@ -47,12 +47,14 @@ class EvictionPolicy(ABC):
     Attributes:
         name: what it is called in commands and results.
         by_layer: whether layers have equal shares of the memory, and the one furthest over its share gives way.
+        whole: whether experts leave whole, as where memory is cut into slots of one expert each.
         score_LEB: [L, E, B] float64.
         near_D: [L] float64.
     """
 
     name: ClassVar[str]
     by_layer: ClassVar[bool] = False
+    whole: ClassVar[bool] = False
 
     def __init__(self, shape: CacheShape) -> None:
         self.shape = shape
@@ -92,6 +94,20 @@ class LayerLRU(LRU):
 
     name = "lru-layer"
     by_layer = True
+
+
+class WholeLRU(LRU):
+    """Evicts whole experts, the one used longest ago first: what is evicted of an expert is all of it."""
+
+    name = "lru-whole"
+    whole = True
+
+
+class WholeLayerLRU(LayerLRU):
+    """The same, layer by layer: MoE-Offload's cache, whose unit is an expert."""
+
+    name = "lru-layer-whole"
+    whole = True
 
 
 class LFU(EvictionPolicy):

@@ -54,9 +54,9 @@ def _fullest_layer(now: int, share: float, reserved_LE: Any, arrived_LE: Any, pi
 
 @njit(cache=True, nogil=True)
 def make_room(
-    now: int, short: int, coming: int, share: float, score_LEB: Any, near_D: Any,
+    now: int, short: int, coming: int, share: float, whole: bool, score_LEB: Any, near_D: Any,
     reserved_LE: Any, arrived_LE: Any, pinned_LE: Any, out_N3: Any,
-) -> int:  # fmt: skip
+) -> tuple[int, int]:  # fmt: skip
     """Evict `short` blocks, always the tail block worth least (of equals: lowest layer, then expert).
 
     Args:
@@ -64,6 +64,7 @@ def make_room(
         short: blocks to evict; at least as many are evictable.
         coming: blocks about to be reserved for layer `now`.
         share: a layer's equal share of the memory in blocks; negative: layers have no shares.
+        whole: evict all of an expert that may go, even where fewer blocks would do.
         score_LEB: worth of blocks.
         near_D: factor by the distance of a layer.
         reserved_LE: changed in place.
@@ -72,10 +73,10 @@ def make_room(
         out_N3: [N, 3], filled with the (layer, expert, blocks kept) of every eviction.
 
     Returns:
-        how many rows were filled.
+        how many rows were filled, and how many blocks evicted.
     """
     num_layers, num_experts = reserved_LE.shape
-    count = 0
+    count, evicted = 0, 0
     while short > 0:
         only = -1
         if share >= 0:
@@ -98,21 +99,22 @@ def make_room(
         near = near_D[(vi - now - 1) % num_layers]
         stays = floor_of(vi, vj, reserved_LE, arrived_LE, pinned_LE)
         held = reserved_LE[vi, vj]
-        limit = 1 if only >= 0 else short
+        limit = held if whole else 1 if only >= 0 else short
         while held > stays and limit > 0:
             worth = score_LEB[vi, vj, held - 1] * near
-            if ni >= 0 and (worth > next_worst or (worth == next_worst and (vi, vj) > (ni, nj))):
+            if not whole and ni >= 0 and (worth > next_worst or (worth == next_worst and (vi, vj) > (ni, nj))):
                 break
             held -= 1
             limit -= 1
             short -= 1
+            evicted += 1
         reserved_LE[vi, vj] = held
         arrived_LE[vi, vj] = held
         if count and out_N3[count - 1, 0] == vi and out_N3[count - 1, 1] == vj:
             count -= 1
         out_N3[count, 0], out_N3[count, 1], out_N3[count, 2] = vi, vj, held
         count += 1
-    return count
+    return count, evicted
 
 
 @njit(cache=True, nogil=True)

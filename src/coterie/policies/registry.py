@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from coterie.errors import unknown_name
 from coterie.policies.company import Company
-from coterie.policies.eviction import LFU, LRU, CacheShape, EvictionPolicy, LayerLRU
+from coterie.policies.eviction import LFU, LRU, CacheShape, EvictionPolicy, LayerLRU, WholeLayerLRU, WholeLRU
 from coterie.policies.reuse import Reuse
 
 POLICIES: dict[str, type[EvictionPolicy]] = {
     policy.name: policy
-    for policy in (LRU, LayerLRU, LFU, Reuse, Company)  # Belady needs the future: only a simulator has it
+    for policy in (
+        LRU,
+        LayerLRU,
+        LFU,
+        Reuse,
+        Company,
+        WholeLRU,
+        WholeLayerLRU,
+    )  # Belady needs the future: only a simulator has it
 }
 DEFAULT = Company.name
 

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from coterie.errors import ConfigError, unknown_name
 from coterie.profile.model_profile import ModelProfile
 
-PREFERRED = ("first_order_rms_down", "first_order", "rms_down", "mean_abs_down", "mean_abs")  # by calibration text
+LEARNT = "learnt"  # by descent (`calibration/learning.py`): what a neuron is worth, comparable across layers as it is
+PREFERRED = (LEARNT, "first_order_rms_down", "first_order", "rms_down", "mean_abs_down", "mean_abs")
 LAYERS = ("equal", "loss")
 LOSS, BOTH = "first_order", "first_order_rms_down"  # mean squared change of the loss; its root, averaged with another
 
@@ -25,7 +26,7 @@ class NeuronOrder:
         order_LEI: [L, E, I] uint16 (uint32 for wider experts): neuron r of the reordered expert is neuron order[r] of
             the profiled one; of equally important ones the lower comes first.
         value_LEI: [L, E, I] float32, falling: importance at a routing weight of 1, divided by its layer's mean.
-        layers: how layers compare: "equal", or by "loss".
+        layers: how layers compare: "equal", by "loss", or as "learnt".
         scale_L: [L], what each layer's values were multiplied by; their mean is 1.
         unseen: experts that no token of the profile chose.
     """
@@ -48,12 +49,12 @@ def neuron_order(profile: ModelProfile, variant: str | None = None, layers: str 
     layer's mean and, with "loss", multiplied by the root of the mean squared change of the loss that a neuron of the
     layer makes, since some layers matter more than others. `first_order` is a mean square and has the routing weight in
     it, by which a value is multiplied again: it is divided by the expert's mean squared weight, and the root taken;
-    `first_order_rms_down` has half of that in it.
+    `first_order_rms_down` has half of that in it. `learnt` is such a value already.
 
     Args:
         profile: of a model.
         variant: a name in `profile.importance`; None: the first of `PREFERRED` that is there.
-        layers: "equal" or "loss"; None: by loss where the profile was made with gradients.
+        layers: "equal" or "loss"; None: by loss where the profile was made with gradients. `learnt` has none.
 
     Raises:
         ConfigError: when the profile has no such variant, none at all, or no gradients to tell the loss by.
@@ -64,6 +65,8 @@ def neuron_order(profile: ModelProfile, variant: str | None = None, layers: str 
     name = variant or next((name for name in PREFERRED if name in known), next(iter(known), None))
     if name is None:
         raise ConfigError("the profile holds no importance of neurons; make it again with coterie profile")
+    if name == LEARNT:
+        return _learnt(profile, layers)
     scale_L = _layer_scale(profile, layers)
     importance_LEI = known[name].astype(np.float64)
     order_LEI = np.argsort(-importance_LEI, axis=2, kind="stable")
@@ -80,10 +83,26 @@ def neuron_order(profile: ModelProfile, variant: str | None = None, layers: str 
             value_LEI[layer, seen_E] = falling_LEI[layer, seen_E] / mean
             value_LEI[layer, ~seen_E] = value_LEI[layer, seen_E].mean(0)
     value_LEI *= scale_L[:, None, None]
-    index = np.uint16 if profile.width <= 2**16 else np.uint32
     by = layers or ("loss" if LOSS in known else "equal")
     unseen = int((~seen_LE).sum())
-    return NeuronOrder(name, order_LEI.astype(index), value_LEI.astype(np.float32), by, scale_L, unseen)
+    return NeuronOrder(name, _small(order_LEI), value_LEI.astype(np.float32), by, scale_L, unseen)
+
+
+def _learnt(profile: ModelProfile, layers: str | None) -> NeuronOrder:
+    """The order of what was learnt: values as they are."""
+    if layers is not None:
+        raise ConfigError(
+            f"the {LEARNT} importance tells how layers compare by itself; leave layers out, or name another variant"
+        )
+    value_LEI = profile.importance[LEARNT]
+    order_LEI = np.argsort(-value_LEI.astype(np.float64), axis=2, kind="stable")
+    falling_LEI = np.take_along_axis(value_LEI, order_LEI, 2)
+    unseen = int((profile.load_LE == 0).sum())
+    return NeuronOrder(LEARNT, _small(order_LEI), falling_LEI, LEARNT, np.ones(len(value_LEI)), unseen)
+
+
+def _small(order_LEI: NDArray[np.integer[Any]]) -> NDArray[np.integer[Any]]:
+    return order_LEI.astype(np.uint16 if order_LEI.shape[2] <= 2**16 else np.uint32)
 
 
 def _squared_weights(profile: ModelProfile) -> NDArray[np.float64]:

@@ -46,7 +46,7 @@ def test_everything_is_on_one_page_and_in_one_object(run: Run, tmp_path: Path) -
     assert result == json.loads((tmp_path / "study" / "study.json").read_text())
     assert result["full_perplexity"] > 1
     assert set(result["curves"]) == {
-        "value", "value-priced", "crisp", "symmetric", "uniform", "by-weight", "skip", "drop",
+        "value", "value-learnt", "value-priced", "crisp", "symmetric", "uniform", "by-weight", "skip", "drop",
     }  # fmt: skip
     for points in result["curves"].values():
         for point in points:
@@ -57,6 +57,9 @@ def test_everything_is_on_one_page_and_in_one_object(run: Run, tmp_path: Path) -
     assert result["at_crisp_loss"]["crisp_bytes"] == paper["bytes"]
     assert result["at_crisp_loss"]["perplexity_increase"] == paper["perplexity_increase"]
     assert 0 < result["at_crisp_loss"]["value_bytes"] <= 1
+    assert result["at_crisp_loss"]["value_policy"] == "value-learnt"
+    assert 0 < result["at_crisp_loss"]["value_by_importance"]["value_bytes"] <= 1
+    assert result["policies"]["learnt"]["kl_after"] <= result["policies"]["learnt"]["kl_before"]
     page = (tmp_path / "study" / "index.html").read_text()
     assert page.count("<h2>") == len(result["seconds"])
     assert f"{result['model']['parameters'] / 1e6:.1f} million parameters" in page

@@ -108,7 +108,12 @@ def test_commands_pack_and_generate(
     assert code == 0
     assert "an emulated disk of 0.05 GB/s" in err
     assert "policy company, schedule johnson" in out
+    code, out, err = run(*command, "--skip-misses", "0.9")
+    assert code == 0
+    assert "which neurons run depends on what is resident" in err
     for words, message in (
+        ((*command, "--skip-misses", "-1"), "skip_misses = -1.0; it is F of weight < F/K"),
+        ((*command, "--use-cached"), "whole experts have no wider ones; give widths"),
         (("generate", store, "--budget", "1%", "--prompt", "a"), "the smallest workable one holds one expert"),
         (("generate", model, "--budget", "20%", "--prompt", "a"), "is no expert store; make one with coterie pack"),
         (("generate", store, "--budget", "20%", "--prompt", ""), "--prompt has no tokens"),

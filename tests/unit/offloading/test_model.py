@@ -152,6 +152,72 @@ def test_reading_ahead_learns_what_follows_and_takes_back_what_does_not(offload:
     assert plain.stats().ahead_bytes == 0
 
 
+def test_what_is_resident_is_free(offload: Any, prompts: Any, expected: Any) -> None:
+    import torch
+
+    wanted, told = [256], list[Any]()
+    model = offload(
+        "100%", lambda layer, ids, weights: torch.full_like(ids, wanted[0]), use_cached=True, check=True,
+        observe=lambda *each: told.append(each),
+    )  # fmt: skip
+    assert torch.equal(logits(model, prompts), expected[0][1])
+    before = model.stats()
+    wanted[0] = 0
+    assert torch.equal(logits(model, prompts), expected[0][1])
+    later = model.stats().since(before)
+    assert (later.loaded_bytes, later.hits, later.misses) == (0, 0, 0)
+    assert later.computed_bytes == later.chosen_bytes == before.computed_bytes
+    assert model.stats().use_cached
+    assert [each[0] for each in told] == [0, 1, 0, 1]
+    assert all(each[3].eq(256).all() and each[1].shape == each[2].shape == (32, 2) for each in told)
+
+
+def test_a_second_plan_says_how_much_of_what_is_resident_runs(offload: Any, small: Any, prompts: Any) -> None:
+    import torch
+
+    from coterie.pruning.width_planning import plan_widths
+
+    wide, narrow = (plan_widths(small.profile, "value", bytes=share) for share in (0.8, 0.3))
+    told: list[Any] = []
+    model = offload("100%", narrow, use_cached=wide, check=True, observe=lambda *each: told.append(each))
+    logits(offload("100%", narrow, observe=lambda *each: told.append(each)), prompts)
+    logits(model, prompts)
+    for plain, used in zip(told[:2], told[2:], strict=True):
+        assert torch.equal(plain[1], used[1])
+        assert (used[3] >= plain[3]).all()
+
+
+def test_misses_that_weigh_little_are_skipped(offload: Any, prompts: Any, expected: Any) -> None:
+    import torch
+
+    assert torch.equal(logits(offload("20%", skip_misses=0.0), prompts), expected[0][1])
+    told: list[Any] = []
+    model = offload("20%", skip_misses=1.0, check=True, observe=lambda *each: told.append(each))
+    with torch.inference_mode():
+        model.generate(prompts[:1], max_new_tokens=4, do_sample=False)
+    stats = model.stats()
+    assert stats.skipped == sum(int((widths == 0).sum()) for *_, widths in told) > 0
+    for _, _, weights, widths in told:
+        shares = weights / weights.sum(1, keepdim=True)
+        assert (shares[widths == 0] < 0.5).all()
+    assert stats.skip_misses == 1.0
+    nothing = offload("20%", skip_misses=3.0)
+    logits(nothing, prompts)
+    assert nothing.stats().loaded_bytes == 0
+    assert nothing.stats().chosen_bytes > 0
+
+
+def test_widths_that_cannot_be_are_refused(offload: Any, prompts: Any) -> None:
+    import torch
+
+    with pytest.raises(ConfigError, match=r"257 neurons of expert \d cannot run"):
+        logits(offload("20%", lambda layer, ids, weights: torch.full_like(ids, 257)), prompts)
+    with pytest.raises(ConfigError, match="whole experts have no wider ones; give widths"):
+        offload("20%", use_cached=True)
+    with pytest.raises(ConfigError, match="skip_misses = -1"):
+        offload("20%", skip_misses=-1)
+
+
 def test_everything_resident_is_read_once(offload: Any, prompts: Any) -> None:
     model = offload("100%")
     logits(model, prompts)

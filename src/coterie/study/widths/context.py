@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coterie.calibration.learning import DEFAULT_STEPS, learn_values
 from coterie.calibration.profile import profile_model
 from coterie.errors import ConfigError
 from coterie.evaluate.changes import widths
@@ -39,16 +40,20 @@ class StudySize:
         profile_characters: at most so many of each text's first half are profiled.
         windows: windows of the second halves to measure on, as evenly over the texts as their lengths allow.
         calibration_windows: windows of the first halves to choose on.
+        learning_characters: at most so many of each text's first half are learnt from.
+        learning_steps: most steps of learning.
     """
 
     window: int
     profile_characters: int
     windows: int
     calibration_windows: int
+    learning_characters: int = 60_000
+    learning_steps: int = DEFAULT_STEPS
 
 
 FULL = StudySize(256, 12_000, 60, 36)
-QUICK = StudySize(128, 2_500, 18, 9)
+QUICK = StudySize(128, 2_500, 18, 9, 8_000, 40)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,6 +142,15 @@ class StudyContext:
         return next(iter(self.dominance_on_calibration))
 
     @cached_property
+    def learnt(self) -> ModelProfile:
+        """The profile with what was learnt on the first halves."""
+        joined, tokens = _joined(self.tokenizer, self.first, self.size.learning_characters, self.size.window)
+        return learn_values(
+            self.model, self.tokenizer, joined, self.profile, tokens=tokens, window=self.size.window,
+            steps=self.size.learning_steps, seed=self.seed, progress=self.progress,
+        )  # fmt: skip
+
+    @cached_property
     def uses(self) -> Uses:
         """Which combinations the unchanged model uses on the windows of `bench`."""
         return record_uses(self.model, self.bench.ids_WN, progress=self.progress)
@@ -199,17 +213,23 @@ def make_profile(
     With `update` the text is added to an earlier profile. Warnings of uncertain tiers are left to the page, which tells
     the estimate.
     """
-    joined = "\n".join(text[: size.profile_characters] for text in texts.values())
-    tokens = len(tokenizer(joined, add_special_tokens=False, verbose=False)["input_ids"])
-    whole = (tokens - 1) // size.window * size.window
-    if whole < 1:
-        raise ConfigError(f"the texts have {tokens} tokens, less than a window of {size.window}; give longer texts")
+    joined, tokens = _joined(tokenizer, texts, size.profile_characters, size.window)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*are few for tiers", category=UserWarning)
         return profile_model(
-            model, tokenizer, {"first halves of " + ", ".join(texts): joined}, tokens=whole,
+            model, tokenizer, joined, tokens=tokens,
             window=size.window, seed=seed, update=update, progress=progress,
         )  # fmt: skip
+
+
+def _joined(tokenizer: Any, texts: Mapping[str, str], characters: int, window: int) -> tuple[dict[str, str], int]:
+    """The beginnings of texts as one, by name, and the tokens in its whole windows."""
+    joined = "\n".join(text[:characters] for text in texts.values())
+    tokens = len(tokenizer(joined, add_special_tokens=False, verbose=False)["input_ids"])
+    whole = (tokens - 1) // window * window
+    if whole < 1:
+        raise ConfigError(f"the texts have {tokens} tokens, less than a window of {window}; give longer texts")
+    return {"first halves of " + ", ".join(texts): joined}, whole
 
 
 def spread_windows(tokenizer: Any, texts: Mapping[str, str], length: int, count: int) -> tuple[Any, list[str]]:

@@ -20,11 +20,14 @@ Settings = Mapping[str, Any]
 _MOST_SHOWN = 0.15  # of the increase of perplexity: what is beyond is of no use to anyone
 PAPER = "warm 50%, cold 0 (the paper's)"
 HALF = "0.5"
+LEARNT = "value-learnt"
 PRICED, PRICES = "value-priced", (1.0, 1.5, 2.0)  # hot, warm, cold
 
 _VALUE = (0.9, 0.8, 0.7, 0.6, 0.55, 0.5, 0.45, 0.4, 0.35, 0.3, 0.25, 0.2, 0.1)
+_QUICK_VALUE = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2)
 _SHARES: Mapping[str, Sequence[float]] = {
     "value": _VALUE,
+    LEARNT: _VALUE,
     "value-priced": (0.9, 0.75, 0.6, 0.45, 0.3),
     "uniform": (0.9, 0.75, 0.625, 0.5, 0.375, 0.25),
     "by-weight": (0.9, 0.75, 0.6, 0.45, 0.3),
@@ -32,7 +35,7 @@ _SHARES: Mapping[str, Sequence[float]] = {
     "drop": (0.9, 0.75, 0.6, 0.5),
 }
 _QUICK: Mapping[str, Sequence[float]] = {
-    "value": (0.8, 0.6, 0.5, 0.4, 0.3, 0.2), "value-priced": (0.6,), "uniform": (0.75, 0.5),
+    "value": _QUICK_VALUE, LEARNT: _QUICK_VALUE, "value-priced": (0.6,), "uniform": (0.75, 0.5),
     "by-weight": (0.6,), "skip": (0.7,), "drop": (0.75,),
 }  # fmt: skip
 _TIERED: Mapping[str, Mapping[str, Settings]] = {
@@ -51,6 +54,7 @@ _TIERED: Mapping[str, Mapping[str, Settings]] = {
         "alpha 0, beta 0.6": {"alpha": 0.0, "beta": 0.6},
     },
 }
+_TOLD = ("bytes", "steps", "steps_done", "best_step", "tokens_learnt", "tokens_aside", "kl_before", "kl_after", "seed")
 _QUICK_TIERED = {"crisp": (PAPER, "warm 50%, cold 50%"), "symmetric": ("75% warm, 50% cold",)}
 
 
@@ -58,10 +62,15 @@ def run(context: StudyContext) -> dict[str, Any]:
     """Every policy at several strengths, and comparisons of the paper's policy with others.
 
     Source: CRISP §5.2.1 and §5.5.2 for its policy against uniform width; curves and `value` go beyond the paper.
-    Strengths are met on the profile's sample; bytes are those run on the evaluation text.
+    `value-learnt` is `value` with what `learn_values` learnt on the first halves; `at_crisp_loss` is of that, with
+    that of `value` by importance, which learns nothing, beside it. The other policies stand in order of importance;
+    the paper's is also measured in the learnt order, to tell what the order does from what widths do. Strengths are
+    met on the profile's sample; bytes are those run on the evaluation text.
     """
     measured = {policy: _measure(context, policy) for policy in (*_SHARES, *_TIERED)}
-    value, paper = list(measured["value"].values()), measured["crisp"][PAPER]
+    paper = measured["crisp"][PAPER]
+    at_loss = {name: at_loss_of(paper, list(measured[name].values()), context.seed) for name in ("value", LEARNT)}
+    in_learnt_order = plan_widths(context.learnt, "crisp", dominance=context.dominance)
     found = {
         "curves": {
             policy: [{"settings": name, **point.to_json()} for name, point in points.items()]
@@ -72,8 +81,15 @@ def run(context: StudyContext) -> dict[str, Any]:
             name: estimate(columns(each), increase, context.seed)
             for name, each in context.dominance_on_calibration.items()
         },
-        "at_crisp_loss": at_loss_of(paper, value, context.seed),
-        "against_value": against(measured, context.seed),
+        "at_crisp_loss": {
+            **at_loss[LEARNT], "value_policy": LEARNT, "value_by_importance": at_loss["value"],
+            "crisp_in_learnt_order": context.evaluate(in_learnt_order, label="crisp, learnt order").to_json(),
+        },
+        "learnt": {name: context.learnt.provenance["learnt"][name] for name in _TOLD},
+        "against_value": against(
+            {name: points for name, points in measured.items() if name != LEARNT}, context.seed
+        ),
+        "against_learnt": against(measured, context.seed, LEARNT),
         "crisp_against_uniform": _against_uniform(context, paper, measured["uniform"][HALF]),
     }  # fmt: skip
     shown: dict[str, Any] = plain(found)
@@ -87,7 +103,8 @@ def _measure(context: StudyContext, policy: str) -> dict[str, Point]:
         if policy == "crisp":
             settings["dominance"] = context.dominance
         try:
-            plan = plan_widths(context.profile, policy.removesuffix("-priced"), **settings)
+            profile = context.learnt if policy == LEARNT else context.profile
+            plan = plan_widths(profile, policy.removesuffix("-priced").removesuffix("-learnt"), **settings)
         except BudgetError:
             continue
         points[name] = context.evaluate(plan, label=policy)
@@ -127,19 +144,24 @@ def _scaled(each: Estimate, factor: float) -> Estimate:
     return Estimate(each.value * factor, each.low * factor, each.high * factor)
 
 
-def against(measured: Mapping[str, Mapping[str, Point]], seed: int = 0) -> dict[str, Any]:
+def against(measured: Mapping[str, Mapping[str, Point]], seed: int = 0, reference: str = "value") -> dict[str, Any]:
     """For every point of the other policies: how much more it loses than `value` at equal bytes, nats a token.
+
+    Args:
+        measured: points by policy and setting.
+        seed: of the intervals.
+        reference: what to call `value`: a policy in `measured`.
 
     Returns:
         "points": each with policy, settings, bytes, "further_loss" and "further_kl"; those with fewer bytes than
         value's narrowest are left out. "value_above": how many of them lie below value's curve beyond noise: their
         95% interval of the loss is below 0.
     """
-    by_loss, by_kl = (Curve(list(measured["value"].values()), loss) for loss in (rise, divergence))
+    by_loss, by_kl = (Curve(list(measured[reference].values()), loss) for loss in (rise, divergence))
     points, further = [], []
     for policy, named in measured.items():
         for name, point in named.items():
-            if policy == "value" or point.bytes < by_loss.least_bytes:
+            if policy == reference or point.bytes < by_loss.least_bytes:
                 continue
             further.append(by_loss.further_at_equal_bytes(point, seed))
             kl = by_kl.further_at_equal_bytes(point, seed)
@@ -168,9 +190,9 @@ def _against_uniform(context: StudyContext, paper: Point, half: Point) -> dict[s
 
 def show(page: Page, result: dict[str, Any]) -> None:
     """Section of the page."""
-    from coterie.study.widths.wording import interval, number, percent, verdict
+    from coterie.study.widths.wording import interval, percent, verdict
 
-    at, others, fair = result["at_crisp_loss"], result["against_value"], result["crisp_against_uniform"]
+    at, fair = result["at_crisp_loss"], result["crisp_against_uniform"]
     named = {name: {"value": each["perplexity_increase"], "interval_95": each["interval_95"]}
              for name, each in fair.items() if "perplexity" in each}  # fmt: skip
     fairer = verdict(
@@ -188,10 +210,7 @@ def show(page: Page, result: dict[str, Any]) -> None:
         f"{result['dominance']}, the best for the paper's policy on the calibration text ("
         + ", ".join(f"{name} {interval(each, 2)}" for name, each in result["dominance_on_calibration"].items())
         + ").",
-        f"The policy value reaches the paper's policy's loss with {percent(at['value_bytes'])} of the bytes, "
-        f"{number(at['ratio'])} times as many (at equal KL {number(at['ratio_at_equal_kl'])} times). Of "
-        f"{len(others['points'])} points of other policies, {others['value_below']} lose more than value at equal "
-        f"bytes, {others['within_noise']} the same within noise and {others['value_above']} less.",
+        *_read(result),
     )
     page.figure(_figure(result["curves"], "perplexity_increase", "increase of perplexity"))
     page.figure(_figure(result["curves"], "kl", "KL from the unchanged model, nats a token"))
@@ -206,6 +225,31 @@ def show(page: Page, result: dict[str, Any]) -> None:
         ],
         list(_rows(result)),
     )
+
+
+def _read(result: dict[str, Any]) -> Iterator[str]:
+    """What the curves of `value` say."""
+    from coterie.study.widths.wording import interval, number, percent
+
+    at, learnt = result["at_crisp_loss"], result["learnt"]
+    plain, paper = at["value_by_importance"], at["crisp_in_learnt_order"]
+    yield (
+        f"value-learnt, the policy value with what every neuron is worth learnt on the first halves "
+        f"({learnt['tokens_learnt']:,} tokens, {learnt['steps_done']} steps at {percent(learnt['bytes'])} of the "
+        f"bytes; KL on {learnt['tokens_aside']:,} further tokens of them {learnt['kl_before']:.4f} before, "
+        f"{learnt['kl_after']:.4f} after), reaches the paper's policy's loss with {percent(at['value_bytes'])} of the "
+        f"bytes, {number(at['ratio'])} times as many (at equal KL {number(at['ratio_at_equal_kl'])} times). By "
+        f"importance alone, which takes no learning, value needs {percent(plain['value_bytes'])}, "
+        f"{number(plain['ratio'])} times as many (at equal KL {number(plain['ratio_at_equal_kl'])} times). Learning "
+        "also orders the neurons: in that order the paper's policy raises perplexity by "
+        + interval({"value": paper["perplexity_increase"], "interval_95": paper["interval_95"]}, 2) + "."
+    )  # fmt: skip
+    for name, key in (("value", "against_value"), ("value-learnt", "against_learnt")):
+        others = result[key]
+        yield (
+            f"Of {len(others['points'])} points of other policies, {others['value_below']} lose more than {name} at "
+            f"equal bytes, {others['within_noise']} the same within noise and {others['value_above']} less."
+        )
 
 
 def _rows(result: dict[str, Any]) -> Iterator[list[Any]]:

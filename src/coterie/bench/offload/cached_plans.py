@@ -1,0 +1,122 @@
+"""Settings whose loss depends on what is cached: chosen for every budget on calibration text, measured on held-out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coterie.bench.offload.lanes import Lane, Ran, run_lanes
+from coterie.bench.offload.plans import ALLOWED, Measured, Plans, upper
+from coterie.checkpoint.store_layout import StoreLayout
+from coterie.errors import BudgetError
+from coterie.progress import Progress, silent
+from coterie.pruning.width_planning import plan_widths
+from coterie.study.measure import Bench, bootstrap
+
+CACHED, SKIPPED = "value 1.5%, cached", "skip-on-miss"
+_TRIES = 4
+_SEQUENCES = 4
+_CALIBRATION_WINDOWS = 16
+_LARGEST_F = 1.6
+_LEAST_BYTES = 0.05
+
+
+@dataclass(eq=False)
+class CachedPlans:
+    """Per budget the strongest setting that stays within 1.5%, by the upper end of its interval on calibration text.
+
+    Args:
+        plans: widths that do not depend on what is cached.
+        layout: of the store that will be timed.
+        shares: budgets.
+        progress: told of every pass.
+    """
+
+    plans: Plans
+    layout: StoreLayout
+    shares: tuple[float, ...]
+    progress: Progress = silent
+    _made: dict[str, dict[float, Measured]] = field(default_factory=dict)
+
+    def get(self, name: str, share: float) -> Measured:
+        """What `name` costs at a budget, and what it chose."""
+        if name not in self._made:
+            if name == CACHED:
+                plain = self.plans.get("value 1.5%").plan
+                most = 1.0 if plain is None else float(plain.settings["expected_bytes"])
+                self._made[name] = self._choose(self._cached, _LEAST_BYTES, most)
+            else:
+                self._made[name] = self._choose(self._skipped, -_LARGEST_F, 0.0)
+        return self._made[name][share]
+
+    def to_json(self) -> Mapping[str, Any]:
+        """All that were made."""
+        return {
+            name: {f"{share:.0%}": {**each.to_json(), "options": dict(each.options)} for share, each in own.items()}
+            for name, own in self._made.items()
+        }
+
+    def _cached(self, share: float, strength: float) -> Lane:
+        try:
+            plan = plan_widths(self.plans.context.profile, "value", bytes=strength)
+        except BudgetError:  # no plan reads so little: full width, which is within anything but reads all
+            plan = None
+        return Lane(share, plan, use_cached=plan is not None)
+
+    def _skipped(self, share: float, strength: float) -> Lane:
+        return Lane(share, None, skip_misses=-strength)
+
+    def _choose(self, lane: Callable[[float, float], Lane], least: float, most: float) -> dict[float, Measured]:
+        """By bisection for all budgets at once; a larger strength costs less loss, `most` little enough."""
+        low, high = dict.fromkeys(self.shares, least), dict.fromkeys(self.shares, most)
+        costs = dict.fromkeys(self.shares, 0.0)
+        for _ in range(_TRIES):
+            middle = {share: (low[share] + high[share]) / 2 for share in self.shares}
+            ran = self._run({share: lane(share, middle[share]) for share in self.shares}, calibration=True)
+            for share, each in ran.items():
+                rise_WS = self._rise(each, self.plans.context.calibration)
+                if upper(rise_WS) <= ALLOWED["value 1.5%"]:
+                    high[share], costs[share] = middle[share], math.expm1(rise_WS.mean())
+                else:
+                    low[share] = middle[share]
+        chosen = {share: lane(share, high[share]) for share in self.shares}
+        ran = self._run(chosen, calibration=False)
+        return {share: self._measured(chosen[share], each, costs[share]) for share, each in ran.items()}
+
+    def _measured(self, lane: Lane, ran: Ran, calibrated: float) -> Measured:
+        rise_WS = self._rise(ran, self.plans.context.bench)
+        options: dict[str, Any] = {"use_cached": True} if lane.use_cached else {}
+        if lane.skip_misses:
+            options["skip_misses"] = lane.skip_misses
+        return Measured(
+            lane.plan, math.expm1(rise_WS.mean()), bootstrap(rise_WS, self.plans.context.seed), calibrated,
+            ran.decisions, options,
+        )  # fmt: skip
+
+    def _rise(self, ran: Ran, bench: Bench) -> NDArray[np.float64]:
+        """[W, S] of the windows that count."""
+        base_WS = bench.base_WS
+        if bench is self.plans.context.calibration:
+            base_WS = base_WS[self._calibration()]
+        rise_WS: NDArray[np.float64] = (ran.nll_WS - base_WS)[~ran.warm_W]
+        return rise_WS
+
+    def _calibration(self) -> NDArray[np.int64]:
+        """Which calibration windows are decoded, evenly over all: token by token takes long."""
+        count = len(self.plans.context.calibration.ids_WN)
+        picked: NDArray[np.int64] = np.linspace(0, count - 1, min(count, _CALIBRATION_WINDOWS)).round().astype(np.int64)
+        return picked
+
+    def _run(self, lanes: Mapping[float, Lane], calibration: bool) -> dict[float, Ran]:
+        context = self.plans.context
+        ids_WN = context.calibration.ids_WN[self._calibration()] if calibration else context.bench.ids_WN
+        sequences = max(count for count in range(1, _SEQUENCES + 1) if len(ids_WN) % count == 0)
+        ran = run_lanes(
+            context.model, ids_WN, list(lanes.values()), self.layout, context.profile.width, sequences, self.progress
+        )  # fmt: skip
+        return dict(zip(lanes, ran, strict=True))

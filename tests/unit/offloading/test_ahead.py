@@ -1,0 +1,44 @@
+"""What is read ahead: the likeliest that is missing, and no more of it than the link has time for."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from coterie.offloading.ahead import Ahead
+from coterie.policies.cache import ExpertCache
+from coterie.policies.eviction import CacheShape
+from coterie.policies.registry import make_policy
+
+
+def taught() -> tuple[Ahead, ExpertCache]:
+    """Two layers of 4 experts of 8 blocks; expert 2 of layer 1, 6 blocks wide, always follows expert 0 of layer 0."""
+    shape = CacheShape(2, 4, 8)
+    cache = ExpertCache(shape, shape.total_blocks, make_policy("lru", shape))
+    ahead = Ahead(cache)
+    for _ in range(30):
+        ahead.observe(0, np.array([8, 0, 0, 0], np.int32))
+        ahead.observe(1, np.array([0, 0, 6, 0], np.int32))
+    ahead.observe(0, np.array([8, 0, 0, 0], np.int32))
+    return ahead, cache
+
+
+def test_the_likeliest_that_is_missing_is_wanted_as_wide_as_it_last_ran() -> None:
+    ahead, cache = taught()
+    assert ahead.wanted(1, 99) == (2, 6)
+    assert ahead.wanted(1, 2) == (2, 2)
+    cache.serve(1, np.array([2]), np.array([5]))
+    assert ahead.wanted(1, 2) == (2, 6)
+    cache.serve(1, np.array([2]), np.array([6]))
+    assert ahead.wanted(1, 2) is None
+
+
+def test_a_guess_reads_what_fits_into_the_idle_time() -> None:
+    ahead, _ = taught()
+    assert ahead.worth_reading(1000.0, 10) == 1
+    for start in range(40):
+        ahead.idle_from(start)
+        ahead.idle_from(start + 0.01)  # later in the same layer
+        ahead.idle_until(start + 0.05)
+        ahead.idle_until(start + 0.9)  # a layer that read nothing ahead
+    assert ahead.worth_reading(1000.0, 10) == 5
+    assert ahead.worth_reading(100.0, 10) == 1
