@@ -87,7 +87,7 @@ def _replayed(
         source = source_of_trace(trace, str(replay))
     else:
         texts = {name: data.text(name) for name in data.text_names()}
-        source = source_of_model(model or "tiny-mixtral", texts, setting.seed, progress=listen)
+        source = source_of_model(model or "tiny-mixtral", texts, setting.seed, progress=listen, keep=keep)
     return run_bench(source, setting, systems=systems, studies=tables, keep=keep, progress=listen)
 
 

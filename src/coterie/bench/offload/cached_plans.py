@@ -63,7 +63,7 @@ class CachedPlans:
 
     def _cached(self, share: float, strength: float) -> Lane:
         try:
-            plan = plan_widths(self.plans.context.profile, "value", bytes=strength)
+            plan = plan_widths(self.plans.context.learnt, "value", bytes=strength)
         except BudgetError:  # no plan reads so little: full width, which is within anything but reads all
             plan = None
         return Lane(share, plan, use_cached=plan is not None)

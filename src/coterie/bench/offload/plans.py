@@ -18,7 +18,7 @@ from coterie.pruning.width_planning import plan_widths
 from coterie.study.measure import bootstrap
 from coterie.study.widths.context import Point, StudyContext, StudySize
 
-SIZE = StudySize(window=256, profile_characters=12_000, windows=24, calibration_windows=32)
+SIZE = StudySize(window=256, profile_characters=12_000, windows=24, calibration_windows=48, learning_share=0.75)
 ALLOWED = {"value 1.5%": 0.015, "value 3.6%": 0.036}
 Cost = Callable[[NDArray[np.float64]], float]
 """[W, S] rise of the loss, nats -> increase of perplexity."""
@@ -112,14 +112,14 @@ class Plans:
                 high = middle
             else:
                 low = middle
-        return plan_widths(self.context.profile, "value", bytes=high)
+        return plan_widths(self.context.learnt, "value", bytes=high)
 
     def _calibrated(self, share: float) -> NDArray[np.float64] | None:
         """[W, S] what the plan within a byte share costs on calibration text; None where there is no such plan."""
         if share not in self._tried:
             self._tried[share] = None
             with suppress(BudgetError):
-                plan = plan_widths(self.context.profile, "value", bytes=share)
+                plan = plan_widths(self.context.learnt, "value", bytes=share)
                 self._tried[share] = self._evaluate(plan, calibration=True).measured.rise_WS
         return self._tried[share]
 

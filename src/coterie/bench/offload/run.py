@@ -58,7 +58,8 @@ class Source:
 
 
 def source_of_model(
-    model: str, texts: Mapping[str, str], seed: int = 0, size: StudySize = SIZE, progress: Progress = silent
+    model: str, texts: Mapping[str, str], seed: int = 0, size: StudySize = SIZE, progress: Progress = silent,
+    keep: Path | None = None,
 ) -> Source:  # fmt: skip
     """A trained model: routing and loss are its own, on text that nothing was chosen on.
 
@@ -68,8 +69,12 @@ def source_of_model(
         seed: of what chance enters.
         size: how much text.
         progress: told of the work.
+        keep: where the model to time is kept; what is learnt about widths stays beside it, for the next run.
     """
-    context: StudyContext = make_context(model, texts=texts, quick=True, seed=seed, size=size, progress=progress)
+    learning = None if keep is None else keep.with_name(f"{keep.name}.{Path(model).name}.learning")
+    context: StudyContext = make_context(
+        model, texts=texts, quick=True, seed=seed, size=size, progress=progress, learning=learning
+    )
     plans = Plans(context)
     about = {
         **context.facts, "texts": sorted(texts), "held_out_tokens": int(context.bench.ids_WN.numel()),

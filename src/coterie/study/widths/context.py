@@ -42,6 +42,8 @@ class StudySize:
         calibration_windows: windows of the first halves to choose on.
         learning_characters: at most so many of each text's first half are learnt from.
         learning_steps: most steps of learning.
+        learning_share: share of each first half that learning may read; where it is less than 1, windows to choose on
+            come from the rest, so that a strength is chosen on text that nothing was learnt from.
     """
 
     window: int
@@ -50,6 +52,7 @@ class StudySize:
     calibration_windows: int
     learning_characters: int = 60_000
     learning_steps: int = DEFAULT_STEPS
+    learning_share: float = 1.0
 
 
 FULL = StudySize(256, 12_000, 60, 36)
@@ -92,6 +95,7 @@ class StudyContext:
         quick: less of everything.
         facts: about the model, ready for JSON.
         progress: told of every batch.
+        learning: where learning is put aside, and taken up again by the next run; None: nowhere.
     """
 
     name: str
@@ -108,6 +112,7 @@ class StudyContext:
     quick: bool
     facts: Mapping[str, Any] = field(default_factory=dict)
     progress: Progress = silent
+    learning: Path | None = None
 
     def evaluate(self, plan: WidthPlan, bench: Bench | None = None, label: str | None = None) -> Point:
         """A plan's bytes and quality.
@@ -144,10 +149,11 @@ class StudyContext:
     @cached_property
     def learnt(self) -> ModelProfile:
         """The profile with what was learnt on the first halves."""
-        joined, tokens = _joined(self.tokenizer, self.first, self.size.learning_characters, self.size.window)
+        read, _ = _cut(self.first, self.size.learning_share)
+        joined, tokens = _joined(self.tokenizer, read, self.size.learning_characters, self.size.window)
         return learn_values(
             self.model, self.tokenizer, joined, self.profile, tokens=tokens, window=self.size.window,
-            steps=self.size.learning_steps, seed=self.seed, progress=self.progress,
+            steps=self.size.learning_steps, seed=self.seed, resume_from=self.learning, progress=self.progress,
         )  # fmt: skip
 
     @cached_property
@@ -172,6 +178,7 @@ def make_context(
     dtype: str | None = "float32",
     size: StudySize | None = None,
     progress: Progress = silent,
+    learning: Path | None = None,
 ) -> StudyContext:
     """Load a model, profile it on the first half of every text, and run it unchanged on windows of both halves.
 
@@ -183,6 +190,7 @@ def make_context(
         dtype: to hold the model in; None: the checkpoint's own, whose rounding then adds noise.
         size: how much text; None: `QUICK` or `FULL`.
         progress: told of every batch.
+        learning: where learning is put aside; None: nowhere.
 
     Raises:
         CheckpointError: when there is no such model, or it is not one whose experts can run in part.
@@ -190,17 +198,17 @@ def make_context(
     """
     size = size or (QUICK if quick else FULL)
     tokenizer, loaded = load_tokenizer(model), load_model(model, dtype)
-    halves = {name: (text[: len(text) // 2], text[len(text) // 2 :]) for name, text in texts.items()}
-    first, second = ({name: parts[part] for name, parts in halves.items()} for part in (0, 1))
+    first, second = _cut(texts, 0.5)
     profile = make_profile(loaded, tokenizer, first, size, seed=seed, progress=progress)
-    calibration_ids, _ = spread_windows(tokenizer, first, size.window, size.calibration_windows)
+    apart = _cut(first, size.learning_share)[1] if size.learning_share < 1 else first
+    calibration_ids, _ = spread_windows(tokenizer, apart, size.window, size.calibration_windows)
     ids, names = spread_windows(tokenizer, second, size.window, size.windows)
     return StudyContext(
         name=profile.spec.model, model=loaded, tokenizer=tokenizer, first=first, second=second, profile=profile,
         calibration=Bench(loaded, calibration_ids, progress=progress),
         bench=Bench(loaded, ids, progress=progress), names=names,
         seeds=tuple(range(seed, seed + (1 if quick else _SEEDS))), size=size, quick=quick,
-        facts=_facts(model, loaded, profile), progress=progress,
+        facts=_facts(model, loaded, profile), progress=progress, learning=learning,
     )  # fmt: skip
 
 
@@ -220,6 +228,15 @@ def make_profile(
             model, tokenizer, joined, tokens=tokens,
             window=size.window, seed=seed, update=update, progress=progress,
         )  # fmt: skip
+
+
+def _cut(texts: Mapping[str, str], share: float) -> tuple[dict[str, str], dict[str, str]]:
+    """Every text cut in two, at this share of its characters."""
+    cuts = {name: int(len(text) * share) for name, text in texts.items()}
+    return (
+        {name: text[: cuts[name]] for name, text in texts.items()},
+        {name: text[cuts[name] :] for name, text in texts.items()},
+    )
 
 
 def _joined(tokenizer: Any, texts: Mapping[str, str], characters: int, window: int) -> tuple[dict[str, str], int]:

@@ -30,7 +30,7 @@ def source() -> Any:
     texts = {name: data.text(name) for name in ("prose", "code", "papers")}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        return source_of_model("tiny-mixtral", texts, size=StudySize(32, 600, 8, 8))
+        return source_of_model("tiny-mixtral", texts, size=StudySize(32, 600, 8, 8, 3_000, 3))
 
 
 @pytest.fixture(scope="module")
