@@ -45,8 +45,7 @@ class Flights:
         self, cache: ExpertCache, memory: Memory, link: Link, layout: StoreLayout, rates: Rates, stats: OffloadStats,
         timeout: float = 60.0, timeline: Timeline | None = None,
     ) -> None:  # fmt: skip
-        if not timeout > 0:
-            raise ConfigError(f"timeout = {timeout}; it must be positive")
+        require_timeout(timeout)
         self._cache, self._memory, self._link, self._layout = cache, memory, link, layout
         self._rates, self._stats, self._timeout, self._timeline = rates, stats, timeout, timeline
         self._flying: dict[tuple[int, int], list[Load]] = {}
@@ -163,3 +162,13 @@ class Flights:
                 raise  # otherwise the block is read, and told, again when something needs it
         self._cache.cancel(layer, np.array([expert]))
         self._memory.evict(layer, expert, int(self._cache.arrived_LE[layer, expert]))
+
+
+def require_timeout(timeout: float) -> None:
+    """Refuse one that leaves no time to read.
+
+    Raises:
+        ConfigError: when it is not positive.
+    """
+    if not timeout > 0:
+        raise ConfigError(f"timeout = {timeout}; it must be positive")

@@ -459,3 +459,6 @@ def test_threads_end_with_the_model(small: Any) -> None:
     del model
     gc.collect()
     assert threading.active_count() == before
+    with pytest.raises(ConfigError, match="must be positive"):
+        coterie.offload(small.store, "20%", timeout=0)
+    assert threading.active_count() == before, "none began"
