@@ -95,7 +95,13 @@ def generate(
     if device is not None:
         note("offloading to a device is experimental: it has not run on a GPU yet")
     if as_json:
-        about = {"store": str(store), "budget": budget, "batch": batch, **vars(sampling), "versions": versions()}
+        about = {
+            "store": str(store),
+            "budget": budget,
+            "batch": batch,
+            "sampling": vars(sampling),
+            "versions": versions(),
+        }
         emit_json({**about, **({"text": text} if prompts is None else {"out": str(out)}), **result})
     elif prompts is None or out is not None:
         say(text if prompts is None else f"{out}: {len(asked)} results")
