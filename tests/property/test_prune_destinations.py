@@ -1,4 +1,4 @@
-"""The torch rules against plain Python, to the last tie, in float64 and float32; the Triton rules against the torch's."""
+"""The torch rules against plain Python, to the last tie, in float64 and float32; the Triton form against them."""
 
 from __future__ import annotations
 

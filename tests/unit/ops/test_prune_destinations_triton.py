@@ -102,11 +102,11 @@ def test_without_tokens_and_with_views() -> None:
 def test_what_it_does_not_take_is_refused() -> None:
     from coterie.ops.prune_destinations_triton import prune
 
-    with pytest.raises(ConfigError, match="top-17 routing; .* at most 16 .* kernel='torch'"):
+    with pytest.raises(ConfigError, match=r"top-17 routing; .* at most 16 .* kernel='torch'"):
         prune(Cap(0.2), *decisions("4", 17, 2))
     given = decisions("4", 2, 2)
     given[1] = given[1].double()
-    with pytest.raises(ConfigError, match="float64; .* kernel='torch'"):
+    with pytest.raises(ConfigError, match=r"float64; .* kernel='torch'"):
         prune(Cap(0.2), *given)
 
 
@@ -133,7 +133,7 @@ for arch in (80, 90):
 
 
 def test_it_compiles_for_gpus_to_exact_arithmetic(tmp_path: Path) -> None:
-    """To machine code of the A100 and H100, which takes no GPU; divisions are exact, and nothing is fused or flushed."""
+    """To code of the A100 and H100, which takes no GPU; divisions are exact, and nothing is fused or flushed."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     done = subprocess.run(
