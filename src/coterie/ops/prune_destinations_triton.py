@@ -79,9 +79,8 @@ def prune(
     tokens, top_k = ids_TK.shape
     require_supported(top_k, weight_TK.dtype)
     ids_TK, weight_TK = ids_TK.contiguous(), weight_TK.detach().contiguous()
-    pruned = Pruned(
-        torch.empty_like(weight_TK), torch.empty_like(ids_TK, dtype=torch.bool), torch.empty_like(ids_TK)
-    )  # fmt: skip
+    kept_TK, new_device_TK = (torch.empty_like(ids_TK, dtype=dtype) for dtype in (torch.bool, torch.int64))
+    pruned = Pruned(torch.empty_like(weight_TK), kept_TK, new_device_TK)
     if tokens == 0:
         return pruned
     kind, bound, least = _strength(rule)
@@ -89,15 +88,16 @@ def prune(
     padded = triton.next_power_of_2(top_k)
     block = min(_TOKENS, _PAIRS // padded**2)
     # what is absent has a stand-in that is not read
-    _kernel[(triton.cdiv(tokens, block),)](
-        ids_TK, weight_TK, device_E, links.cost_HG, links.order_HG, links.cost_HG if theta_G is None else theta_G,
-        ids_TK if home_T is None else home_T.contiguous(),
-        ids_TK if before_TK is None else before_TK.contiguous().view(torch.uint8),
-        pruned.weight_TK, pruned.kept_TK.view(torch.uint8), pruned.device_TK,
-        tokens, links.cost_HG.shape[1], bound, least,
-        RULE=kind, HOME=home_T is not None, BEFORE=before_TK is not None, FLOOR=kind == PRICED and bound > 0,
-        RENORMALISE=renormalise, TOP_K=top_k, K=padded, M=block,
-    )  # fmt: skip
+    with torch.cuda.device(ids_TK.get_device()):  # a model may be spread over several; -1, a CPU: does nothing
+        _kernel[(triton.cdiv(tokens, block),)](
+            ids_TK, weight_TK, device_E, links.cost_HG, links.order_HG, links.cost_HG if theta_G is None else theta_G,
+            ids_TK if home_T is None else home_T.contiguous(),
+            ids_TK if before_TK is None else before_TK.contiguous().view(torch.uint8),
+            pruned.weight_TK, pruned.kept_TK.view(torch.uint8), pruned.device_TK,
+            tokens, links.cost_HG.shape[1], bound, least,
+            RULE=kind, HOME=home_T is not None, BEFORE=before_TK is not None, FLOOR=kind == PRICED and bound > 0,
+            RENORMALISE=renormalise, TOP_K=top_k, K=padded, M=block,
+        )  # fmt: skip
     return pruned
 
 
