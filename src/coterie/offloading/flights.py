@@ -10,7 +10,8 @@ import numpy as np
 
 from coterie.checkpoint.store_layout import StoreLayout
 from coterie.errors import CheckpointError, ConfigError, CoterieError
-from coterie.offloading.link import Link, Load
+from coterie.offloading.evictions import Evictions, Key
+from coterie.offloading.link import Link, Load, Room
 from coterie.offloading.load_order import Rates
 from coterie.offloading.memory import Memory
 from coterie.offloading.stats import OffloadStats
@@ -48,7 +49,9 @@ class Flights:
         require_timeout(timeout)
         self._cache, self._memory, self._link, self._layout = cache, memory, link, layout
         self._rates, self._stats, self._timeout, self._timeline = rates, stats, timeout, timeline
-        self._flying: dict[tuple[int, int], list[Load]] = {}
+        self._flying: dict[Key, list[Load]] = {}
+        self._held: dict[Key, int] = {}  # blocks that have memory
+        self._giving: dict[Key, list[Load]] = {}  # the loads whose reads give an expert's memory back
         self.failed: CoterieError | None = None
 
     @property
@@ -57,15 +60,26 @@ class Flights:
         return all(load.ended for loads in self._flying.values() for load in loads)
 
     def start(self, decision: Decision, order: Sequence[int]) -> None:
-        """Carry out a decision: give memory back first, then begin to read, the experts in this order."""
+        """Carry out a decision: begin to read, the experts in this order; every read first gives memory back.
+
+        Raises:
+            CheckpointError: when a read that has to end before does not end in time.
+        """
         if decision.loaded_blocks == 0:
             return
-        for layer, expert, blocks in decision.evicted_N3.tolist():
-            self._memory.evict(layer, expert, blocks)
+        loads = decision.loads_N3.tolist()
+        self._await_evictions(decision.layer, [expert for expert, *_ in loads])
+        evictions = Evictions(self._memory, decision.evicted_N3.tolist(), self._held)
+        if not self._memory.shared:
+            evictions.finish()
         self.note_peak()
         rank = {expert: number for number, expert in enumerate(order)}
-        for expert, first, end in sorted(decision.loads_N3.tolist(), key=lambda load: rank[load[0]]):
-            self._read(decision.layer, expert, first, end)
+        ordered = sorted(loads, key=lambda load: rank[load[0]])
+        begun = [
+            self._read(decision.layer, expert, first, end, evictions.room) for expert, first, end in ordered
+        ]  # fmt: skip
+        evictions.finish()
+        self._giving.update(dict.fromkeys(evictions.experts, begun))
 
     def fetch(self, layer: int, expert: int, blocks: int) -> None:
         """Read the first blocks of an expert, for which the cache has reserved memory, and wait for them.
@@ -132,9 +146,20 @@ class Flights:
         taken = self._cache.used_blocks * self._layout.block_bytes + self._memory.beside_bytes
         self._stats.peak_expert_bytes = max(self._stats.peak_expert_bytes, taken)
 
-    def _read(self, layer: int, expert: int, first: int, end: int) -> None:
-        load = self._link.read(layer, expert, first, end, self._memory.buffer(layer, expert, first, end))
+    def _await_evictions(self, layer: int, experts: Sequence[int]) -> None:
+        """What is read into again must have been given back before."""
+        for expert in experts:
+            for load in self._giving.pop((layer, expert), ()):
+                with suppress(CheckpointError):  # its own error is told where it is waited for
+                    self._end(load)
+                if self.failed is not None:
+                    raise self.failed
+
+    def _read(self, layer: int, expert: int, first: int, end: int, room: Room | None = None) -> Load:
+        load = self._link.read(layer, expert, first, end, self._memory.buffer(layer, expert, first, end), room)
         self._flying.setdefault((layer, expert), []).append(load)
+        self._held[layer, expert] = end
+        return load
 
     def _end(self, load: Load) -> None:
         """Wait for a load; one that does not end makes the model unusable, since it may still write."""
@@ -161,7 +186,8 @@ class Flights:
             if self.failed is not None:
                 raise  # otherwise the block is read, and told, again when something needs it
         self._cache.cancel(layer, np.array([expert]))
-        self._memory.evict(layer, expert, int(self._cache.arrived_LE[layer, expert]))
+        self._held[layer, expert] = int(self._cache.arrived_LE[layer, expert])
+        self._memory.evict(layer, expert, self._held[layer, expert])
 
 
 def require_timeout(timeout: float) -> None:
