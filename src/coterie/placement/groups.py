@@ -9,7 +9,7 @@ groups as vertices; where a group spans several devices, (b) is one placement pr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +54,7 @@ def coarsen(problem: LayerProblem) -> Coarse | None:
     slots_N = problem.slots_G.reshape(topology.num_nodes, -1).sum(axis=1)
     for slots, device_blocks in ((problem.slots_G, True), (slots_N, False)):
         if (slots % size == 0).all() and slots.size > 1:
-            parts = topology if device_blocks else Topology(num_nodes=1, devices_per_node=topology.num_nodes)
+            parts = topology if device_blocks else _nodes_as_devices(topology)
             return Coarse(_contract(problem, size, parts, slots // size), device_blocks, problem.slots_G, size)
     return None
 
@@ -95,6 +95,13 @@ def _contract(problem: LayerProblem, size: int, topology: Topology, slots: NDArr
                     problem.load_E.reshape(num_groups, size).sum(axis=1))  # fmt: skip
 
 
+def _nodes_as_devices(topology: Topology) -> Topology:
+    """Every node as one device, as fast as all of its devices together."""
+    speeds = topology.speeds().reshape(topology.num_nodes, -1).sum(axis=1) / topology.devices_per_node
+    unequal = topology.speed_per_device is not None
+    return Topology(1, topology.num_nodes, speed_per_device=tuple(speeds.tolist()) if unequal else None)
+
+
 def _restrict(
     problem: LayerProblem, first: int, size: int, devices: NDArray[np.int64], slots: NDArray[np.int64]
 ) -> LayerProblem:
@@ -102,10 +109,7 @@ def _restrict(
     kept_UK = (problem.sets_UK >= first) & (problem.sets_UK < first + size)
     nodes = np.unique(problem.topology.node_of_device()[devices], return_counts=True)[1]
     even = nodes.size > 1 and (nodes == nodes[0]).all()
-    topology = replace(
-        problem.topology, slots_per_device=None, num_nodes=nodes.size if even else 1,
-        devices_per_node=int(nodes[0]) if even else devices.size,
-    )  # fmt: skip
+    topology = problem.topology.part(devices, nodes.size if even else 1)
     load = problem.load_E[first : first + size]
     return _rebuild(problem, np.where(kept_UK, problem.sets_UK - first, 0), kept_UK, size, topology, slots, load)
 

@@ -33,7 +33,7 @@ def _linear(problem: LayerProblem, objective: Objective, seed: int) -> NDArray[n
 
 
 def _eplb(problem: LayerProblem, objective: Objective, seed: int) -> NDArray[np.int64]:
-    return _grouped(problem, eplb)[None]
+    return _grouped(problem.without_speeds(), eplb)[None]
 
 
 def _cap(problem: LayerProblem, objective: Objective, seed: int) -> NDArray[np.int64]:
@@ -42,7 +42,7 @@ def _cap(problem: LayerProblem, objective: Objective, seed: int) -> NDArray[np.i
 
 def _cap_spectrum(problem: LayerProblem, objective: Objective, seed: int) -> NDArray[np.int64]:
     """CAP's adjustment; with groups kept whole its swaps would break them, so only the start remains."""
-    start = _cap(problem, objective, seed)
+    problem, start = problem.without_speeds(), _cap(problem, objective, seed)
     if problem.num_groups > 1:
         return start
     path = adjustment(problem, start[0])

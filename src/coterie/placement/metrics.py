@@ -10,6 +10,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from coterie.placement.balance import imbalance
 from coterie.profile.coactivation import coactivation_counts, jaccard
 from coterie.topology import Topology
 from coterie.trace.check import pieces
@@ -27,7 +28,8 @@ class LayerMetrics:
         remote_dpt: the same without the token's home.
         npt: nodes per token.
         remote_npt: the same without the home's node.
-        balance: B, the largest device load over the mean; load counts kept token-expert pairs.
+        balance: B, the largest device load over the mean; load counts kept token-expert pairs. On devices of unequal
+            speed: the longest time that a device computes over what it would be if all were busy equally long.
         peak_traffic: share of the tokens that visit the busiest device.
         remote_peak_traffic: the same counting visits from other homes only.
         traffic_GG: [G, G] copies per token from home (row) to device (column), the home's own on the diagonal.
@@ -92,11 +94,15 @@ def measure_layer(
         _count(
             routing.expert_ids_TK[piece], kept_TK[piece], devices, node_G, homes_T[piece], load_G, traffic_GG, nodes_NN
         )
-    return _metrics(load_G, traffic_GG, nodes_NN, len(homes_T))
+    return _metrics(load_G, traffic_GG, nodes_NN, len(homes_T), topology.speeds())
 
 
 def _metrics(
-    load_G: NDArray[np.int64], traffic_GG: NDArray[np.int64], nodes_NN: NDArray[np.int64], num_tokens: int
+    load_G: NDArray[np.int64],
+    traffic_GG: NDArray[np.int64],
+    nodes_NN: NDArray[np.int64],
+    num_tokens: int,
+    speed_G: NDArray[np.float64],
 ) -> LayerMetrics:
     remote_GG = traffic_GG - np.diag(np.diag(traffic_GG))
     return LayerMetrics(
@@ -104,7 +110,7 @@ def _metrics(
         remote_dpt=float(remote_GG.sum() / num_tokens),
         npt=float(nodes_NN.sum() / num_tokens),
         remote_npt=float((nodes_NN.sum() - np.trace(nodes_NN)) / num_tokens),
-        balance=float(load_G.max() / load_G.mean()) if load_G.any() else 1.0,
+        balance=imbalance(load_G, speed_G),
         peak_traffic=float(traffic_GG.sum(axis=0).max() / num_tokens),
         remote_peak_traffic=float(remote_GG.sum(axis=0).max() / num_tokens),
         traffic_GG=traffic_GG / num_tokens,
@@ -141,9 +147,13 @@ def full_metrics(
 ) -> dict[str, Any]:
     """Every metric of a placement on the selected tokens, as files and `--json` hold them.
 
-    `summarise` of its layers, and "communication": the mean over layers of CAP's C(pi) (`communication_costs`).
+    `summarise` of its layers, and "communication": the mean over layers of CAP's C(pi) (`communication_costs`). Where
+    the topology gives `link_costs`, also "link_cost": a token's copies times the cost of their links from its home.
     """
-    summary = summarise(measure(trace, device_LE, topology, tokens), trace.spec.hidden_size)
+    layers = measure(trace, device_LE, topology, tokens)
+    summary = summarise(layers, trace.spec.hidden_size)
+    if topology.link_costs is not None:
+        summary["link_cost"] = float(np.mean([(layer.traffic_GG * topology.cost_matrix()).sum() for layer in layers]))
     costs = communication_costs(trace, device_LE, topology, tokens)
     summary["communication"] = float(np.mean(costs))
     summary["layers"]["communication"] = [round(cost, 6) for cost in costs]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -64,6 +64,17 @@ class LayerProblem:
     def num_devices(self) -> int:
         """Devices, G."""
         return int(self.slots_G.size)
+
+    @property
+    def speed_G(self) -> NDArray[np.float64]:
+        """How fast each device computes, [G]; 1 as measured."""
+        return self.topology.speeds()
+
+    def without_speeds(self) -> LayerProblem:
+        """The same layer on devices of equal speed, for methods that do not know of speeds."""
+        if self.topology.speed_per_device is None:
+            return self
+        return replace(self, topology=replace(self.topology, speed_per_device=None))
 
     @cached_property
     def jaccard_EE(self) -> NDArray[np.float64]:

@@ -122,10 +122,11 @@ class StepModel:
         """Seconds of one layer, given what its step asks."""
         base, each = self.topology.compute_base_s or 0.0, self.topology.compute_pair_s
         assert each is not None
-        load = int(counts.load_G.max())
+        load_G = np.asarray(counts.load_G)
+        busy_G = np.where(load_G > 0, base + each * load_G, 0.0) / self.topology.speeds()
         remote_GG = counts.copies_GG - np.diag(np.diag(counts.copies_GG))
         return LayerTime(
-            base + each * load if load else 0.0,
+            float(busy_G.max()),
             self.exchange(remote_GG, self.dispatch_bytes),
             self.exchange(remote_GG.T, self.combine_bytes),
         )
@@ -135,7 +136,8 @@ class StepModel:
 
         The largest of what each device sends or gets over its link, what each node sends or gets over its uplink, and
         everything over the shared bus; and once the fixed time of the widest kind of link used. Nothing sent: the
-        fixed time within a node, since all devices still have to learn that.
+        fixed time within a node, since all devices still have to learn that. With `link_costs` a copy keeps both
+        devices' links busy as many times longer as its link costs.
         """
         topology = self.topology
         if topology.num_devices == 1:
@@ -144,7 +146,8 @@ class StepModel:
         onto = (node_G[:, None] == np.arange(topology.num_nodes)).astype(np.int64)
         between_NN = onto.T @ remote_GG @ onto
         np.fill_diagonal(between_NN, 0)
-        most_device = max(remote_GG.sum(axis=0).max(), remote_GG.sum(axis=1).max())
+        paid_GG = remote_GG if topology.link_costs is None else remote_GG * topology.cost_matrix()
+        most_device = max(paid_GG.sum(axis=0).max(), paid_GG.sum(axis=1).max())
         most_node = max(between_NN.sum(axis=0).max(), between_NN.sum(axis=1).max())
         busy = [
             (most_device, topology.intra_bandwidth_bytes_per_s),
