@@ -184,7 +184,8 @@ class Topology:
         if self.slots_per_device is not None:
             if sum(self.slots_per_device) != num_experts:
                 raise InfeasiblePlacement(
-                    f"the topology has {sum(self.slots_per_device)} slots for {num_experts} experts; they must be equal"
+                    f"the topology has {sum(self.slots_per_device)} slots for {num_experts} experts (copies counted, "
+                    "--redundant); they must be equal"
                 )
             return np.asarray(self.slots_per_device, dtype=np.int64)
         base, extra = divmod(num_experts, self.num_devices)

@@ -39,6 +39,7 @@ def prepare(
     keep_groups: bool | None = None,
     objective: Objective | None = None,
     progress: Progress = silent,
+    redundant: int = 0,
 ) -> Setting:
     """The setting that `place`, `spectrum` and `compare` work in.
 
@@ -49,13 +50,17 @@ def prepare(
         keep_groups: keep router groups whole; None: if the model routes by groups.
         objective: what is minimised; None: the default for the topology.
         progress: told how far it is.
+        redundant: slots of a layer for copies of experts.
 
     Raises:
         InfeasiblePlacement: when the experts do not fit the topology.
-        ConfigError: when groups are to be kept and the model has none.
+        ConfigError: when groups are to be kept and the model has none, or copies are wanted that cannot be.
     """
     spec = trace.spec
-    topology.slots(spec.num_experts)
+    slots_G = topology.slots(spec.num_experts + redundant)
+    if redundant:
+        _check_copies(redundant, int(slots_G.max()), spec.num_experts, topology, keep_groups=keep_groups)
+        keep_groups = False  # groups matter where experts are renumbered; copies cannot be
     if keep_groups and spec.num_groups == 1:
         raise ConfigError(f"--keep-groups needs a model that routes by groups; {spec.model} has num_groups = 1")
     grouped = spec.num_groups > 1 if keep_groups is None else keep_groups
@@ -65,7 +70,23 @@ def prepare(
             "same traffic; use another number of devices",
             stacklevel=2,
         )
-    return Setting(trace, topology, objective or Objective.for_topology(topology), seed, grouped, progress)
+    return Setting(trace, topology, objective or Objective.for_topology(topology), seed, grouped, progress, redundant)
+
+
+def _check_copies(
+    redundant: int, most_slots: int, num_experts: int, topology: Topology, *, keep_groups: bool | None
+) -> None:
+    if redundant < 0:
+        raise ConfigError(f"--redundant {redundant}; slots for copies are at least 0")
+    if most_slots > num_experts:
+        raise ConfigError(
+            f"--redundant {redundant} gives a device of {topology} {most_slots} slots; a device holds each of "
+            f"{num_experts} experts once at most: use {num_experts * (topology.num_devices - 1)} at most"
+        )
+    if keep_groups:
+        raise ConfigError(
+            "--keep-groups and --redundant exclude each other: groups are kept for renumbering, which has no copies"
+        )
 
 
 def place(setting: Setting, method: str = "coterie", balance: float | None = None, heldout: float = 0.2) -> Placement:
@@ -131,6 +152,7 @@ def compare(setting: Setting, heldout: float = 0.5, methods: Sequence[str] = COM
         "methods": rows,
         "trace": {**describe_trace(setting.trace), **about},
         "topology": setting.topology.to_json(),
+        **({"redundant": setting.redundant} if setting.redundant else {}),
         "seed": setting.seed,
         "objective": setting.objective.to_json(),
         "coterie": coterie.__version__,
@@ -245,11 +267,13 @@ def _placement(
         "point": point,
         "seed": setting.seed,
         "keep_groups": setting.keep_groups,
+        **({"redundant": setting.redundant} if setting.redundant else {}),
         "objective": setting.objective.to_json(),
         "trace": describe_trace(setting.trace),
         "coterie": coterie.__version__,
     }
-    return Placement.from_devices(device_LE, setting.topology, setting.trace.spec, about, metrics)
+    make = Placement.from_hosts if setting.redundant else Placement.from_devices
+    return make(device_LE, setting.topology, setting.trace.spec, about, metrics)
 
 
 def describe_trace(trace: RoutingTrace) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def _contract(problem: LayerProblem, size: int, topology: Topology, slots: NDArr
     groups_UK = np.where(problem.sets_UK == NO_EXPERT, num_groups, problem.sets_UK // size)
     kept_UK = groups_UK != num_groups
     kept_UK[:, 1:] &= groups_UK[:, 1:] != groups_UK[:, :-1]  # experts stand in rising order, so groups do too
-    return _rebuild(problem, np.where(kept_UK, groups_UK, 0), kept_UK, num_groups, topology, slots,
+    return on_other_vertices(problem, np.where(kept_UK, groups_UK, 0), kept_UK, num_groups, topology, slots,
                     problem.load_E.reshape(num_groups, size).sum(axis=1))  # fmt: skip
 
 
@@ -111,10 +111,12 @@ def _restrict(
     even = nodes.size > 1 and (nodes == nodes[0]).all()
     topology = problem.topology.part(devices, nodes.size if even else 1)
     load = problem.load_E[first : first + size]
-    return _rebuild(problem, np.where(kept_UK, problem.sets_UK - first, 0), kept_UK, size, topology, slots, load)
+    return on_other_vertices(
+        problem, np.where(kept_UK, problem.sets_UK - first, 0), kept_UK, size, topology, slots, load
+    )
 
 
-def _rebuild(
+def on_other_vertices(
     problem: LayerProblem, ids_UK: NDArray[np.int32], kept_UK: NDArray[np.bool_], num_vertices: int,
     topology: Topology, slots: NDArray[np.int64], load: NDArray[np.int64],
 ) -> LayerProblem:  # fmt: skip

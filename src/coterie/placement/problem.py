@@ -89,11 +89,13 @@ def build_problem(
     tokens: TokenSelector = ALL_TOKENS,
     keep_groups: bool = False,
     sample: int = SEARCH_TOKENS,
+    redundant: int = 0,
 ) -> LayerProblem:
     """The placement problem of MoE layer `layer` on the selected tokens.
 
     Loads and co-activation count every token; the sets come from at most `sample` evenly spaced ones, in
-    NUM_WINDOWS windows of consecutive tokens (fewer when there are few tokens).
+    NUM_WINDOWS windows of consecutive tokens (fewer when there are few tokens). `redundant` slots are left for
+    copies of experts.
 
     Raises:
         ConfigError: when a token has more experts than MAX_TOP_K.
@@ -118,7 +120,7 @@ def build_problem(
         expert_load(ids_TK, kept_TK, num_experts),
         coactivation_counts(ids_TK, kept_TK, num_experts),
         topology,
-        topology.slots(num_experts),
+        topology.slots(num_experts + redundant),
         trace.spec.num_groups if keep_groups else 1,
         trace.spec.num_groups,
     )

@@ -37,8 +37,16 @@ def refine(problem: LayerProblem, objective: Objective, seed: int, num_limits: i
     """
     if problem.num_groups > 1:
         return _refine_in_groups(problem, objective, seed, num_limits)
+    return search_from(problem, objective, seed, num_limits, algorithm_1(problem, seed), eplb(problem))
+
+
+def search_from(
+    problem: LayerProblem, objective: Objective, seed: int, num_limits: int,
+    start_E: NDArray[np.int64], balanced_E: NDArray[np.int64],
+) -> NDArray[np.int64]:  # fmt: skip
+    """`refine` from a start of the caller's, [A, E]; a balanced placement says how far balance can go."""
     every_expert = np.zeros(problem.num_experts, dtype=np.int32)
-    return _search(problem, objective, seed, num_limits, algorithm_1(problem, seed), eplb(problem), every_expert)
+    return _search(problem, objective, seed, num_limits, start_E, balanced_E, every_expert)
 
 
 def _refine_in_groups(problem: LayerProblem, objective: Objective, seed: int, num_limits: int) -> NDArray[np.int64]:
