@@ -50,8 +50,8 @@ class Dispatch:
     The rules, which `RULES` names:
 
     - fewest-devices: experts with one copy first; then, in the router's order, each of the others goes where the token
-      goes anyway, and where no copy is there, or several, to the device with the least to do so far (its token-expert
-      pairs over its speed). Loads are those of all tokens measured so far.
+      goes anyway, else to a node where it goes anyway, and where several copies are as good to the device with the
+      least to do so far (its token-expert pairs over its speed). Loads are those of all tokens measured so far.
     - nearest: the copy whose link from the token's home costs least; among equally near ones always the same for one
       home and expert, different homes taking turns. SGLang's `static`.
     - random: any copy, equally likely. SGLang's `dynamic`.
@@ -70,6 +70,7 @@ class Dispatch:
             raise unknown_name("dispatch rule", rule, RULES)
         self._copies, self._rule = copies, RULES.index(rule)
         self._cost_GG, self._slowness_G = topology.cost_matrix(), 1 / topology.speeds()
+        self._node_G = topology.node_of_device()
         self._load_G = np.zeros(topology.num_devices)
         self._drawn = _RANDOM_SEED
 
@@ -79,8 +80,9 @@ class Dispatch:
         copies, once = self._copies, np.ones(len(ids_TK), dtype=np.int64)
         if self._rule == 0:
             choose_fewest(
-                ids_TK, kept_TK, once, copies.start_E, copies.device_P, self._slowness_G, self._load_G, copy_TK
-            )
+                ids_TK, kept_TK, once, copies.start_E, copies.device_P, self._node_G, self._slowness_G, self._load_G,
+                copy_TK,
+            )  # fmt: skip
         else:
             _choose_alone(
                 ids_TK, kept_TK, copies.start_E, copies.device_P, self._cost_GG, home_T, self._rule == 2, self._drawn,
@@ -92,11 +94,12 @@ class Dispatch:
 
 @njit(cache=True, nogil=True)
 def choose_fewest(
-    ids_TK: Any, kept_TK: Any, multiplicity_T: Any, start_E: Any, device_P: Any, slowness_G: Any, load_G: Any,
-    copy_TK: Any,
+    ids_TK: Any, kept_TK: Any, multiplicity_T: Any, start_E: Any, device_P: Any, node_G: Any, slowness_G: Any,
+    load_G: Any, copy_TK: Any,
 ) -> None:  # fmt: skip
     """The rule fewest-devices, for tokens that each stand for several; adds to `load_G`, fills `copy_TK`."""
     seen_G = np.full(load_G.size, -1, dtype=np.int64)
+    seen_N = np.full(node_G.max() + 1, -1, dtype=np.int64)
     for t in range(len(ids_TK)):
         for only in (True, False):
             for k in range(ids_TK.shape[1]):
@@ -108,12 +111,14 @@ def choose_fewest(
                 best = first
                 for p in range(first + 1, end):
                     g, h = device_P[p], device_P[best]
-                    there, better = seen_G[g] == t, seen_G[h] == t
+                    here = 2 * (seen_G[g] == t) + (seen_N[node_G[g]] == t)
+                    known = 2 * (seen_G[h] == t) + (seen_N[node_G[h]] == t)
                     less = load_G[g] * slowness_G[g] < load_G[h] * slowness_G[h]
-                    if (there and not better) or (there == better and less):
+                    if here > known or (here == known and less):
                         best = p
                 copy_TK[t, k] = best
                 seen_G[device_P[best]] = t
+                seen_N[node_G[device_P[best]]] = t
                 load_G[device_P[best]] += multiplicity_T[t]
 
 

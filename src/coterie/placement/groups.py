@@ -54,7 +54,7 @@ def coarsen(problem: LayerProblem) -> Coarse | None:
     slots_N = problem.slots_G.reshape(topology.num_nodes, -1).sum(axis=1)
     for slots, device_blocks in ((problem.slots_G, True), (slots_N, False)):
         if (slots % size == 0).all() and slots.size > 1:
-            parts = topology if device_blocks else _nodes_as_devices(topology)
+            parts = topology if device_blocks else nodes_as_devices(topology)
             return Coarse(_contract(problem, size, parts, slots // size), device_blocks, problem.slots_G, size)
     return None
 
@@ -95,7 +95,7 @@ def _contract(problem: LayerProblem, size: int, topology: Topology, slots: NDArr
                     problem.load_E.reshape(num_groups, size).sum(axis=1))  # fmt: skip
 
 
-def _nodes_as_devices(topology: Topology) -> Topology:
+def nodes_as_devices(topology: Topology) -> Topology:
     """Every node as one device, as fast as all of its devices together."""
     speeds = topology.speeds().reshape(topology.num_nodes, -1).sum(axis=1) / topology.devices_per_node
     unequal = topology.speed_per_device is not None

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from coterie.placement.balance import eplb
 from coterie.placement.copies import Copies, choose_fewest, own_slots
-from coterie.placement.groups import on_other_vertices
+from coterie.placement.greedy import grow_groups
+from coterie.placement.groups import nodes_as_devices, on_other_vertices
 from coterie.placement.objective import Objective
 from coterie.placement.problem import NO_EXPERT, LayerProblem
 from coterie.placement.refine import NUM_LIMITS, refine, search_from
@@ -59,6 +60,9 @@ def replicate(problem: LayerProblem, objective: Objective, seed: int) -> NDArray
     found: list[NDArray[np.bool_]] = []
     eye = np.eye(problem.num_devices, dtype=bool)
     starts = [eye[device_E] for device_E in refine(own, objective, seed)]
+    if problem.topology.num_nodes > 1:
+        placed = search_from(own, objective, seed, NUM_LIMITS, _nodes_first(own, objective, seed), eplb(own))
+        starts += [eye[device_E] for device_E in placed]
     for turn in range(ROUNDS):
         start_EG = min(starts, key=lambda hosts_EG: score(problem, objective, hosts_EG))
         start_EG = fill(problem, objective, start_EG)
@@ -74,6 +78,21 @@ def replicate(problem: LayerProblem, objective: Objective, seed: int) -> NDArray
         found += starts
     distinct: NDArray[np.bool_] = np.unique(np.stack(found), axis=0)
     return distinct
+
+
+def _nodes_first(problem: LayerProblem, objective: Objective, seed: int) -> NDArray[np.int64]:
+    """Experts onto nodes by the nodes they make tokens visit alone, then CAP's groups on each, [E]."""
+    topology = problem.topology
+    slots_N = problem.slots_G.reshape(topology.num_nodes, -1).sum(axis=1)
+    nodes = replace(problem, topology=nodes_as_devices(topology), slots_G=slots_N)
+    visits = Objective(device=1.0, node=0.0, peak=0.0, balance=0.0)
+    node_E, rng = refine(nodes, visits, seed, 1)[0], np.random.default_rng(seed)
+    device_E = np.empty_like(node_E)
+    for node in range(topology.num_nodes):
+        experts, devices = np.flatnonzero(node_E == node), np.flatnonzero(topology.node_of_device() == node)
+        affinity_EE = problem.jaccard_EE[np.ix_(experts, experts)]
+        device_E[experts] = devices[grow_groups(affinity_EE, problem.slots_G[devices], rng)]
+    return device_E
 
 
 def score(problem: LayerProblem, objective: Objective, hosts_EG: NDArray[np.bool_]) -> float:
@@ -98,7 +117,7 @@ def choose(problem: LayerProblem, hosts_EG: NDArray[np.bool_]) -> Choice:
     copy_UK = np.full(problem.sets_UK.shape, NO_EXPERT, dtype=np.int32)
     num_windows, node_G = int(problem.window_U.max(initial=0)) + 1, problem.topology.node_of_device()
     choose_fewest(
-        problem.sets_UK, kept_UK, problem.multiplicity_U, copies.start_E, copies.device_P, 1 / problem.speed_G,
+        problem.sets_UK, kept_UK, problem.multiplicity_U, copies.start_E, copies.device_P, node_G, 1 / problem.speed_G,
         np.zeros(problem.num_devices), copy_UK,
     )  # fmt: skip
     load_WG, visits_WG = (np.zeros((num_windows, problem.num_devices), dtype=np.int64) for _ in range(2))
@@ -136,8 +155,8 @@ def _gains(problem: LayerProblem, objective: Objective, choice: Choice) -> NDArr
     pair_WG = objective.balance * problem.speed_G.sum() / problem.speed_G / pairs * _likely_busiest(time_WG)
     gain_EG = np.zeros((problem.num_experts, problem.num_devices))
     _add_gains(
-        problem.sets_UK, choice.copy_UK, problem.multiplicity_U, problem.window_U, choice.copies.device_P, visit_WG,
-        pair_WG, gain_EG,
+        problem.sets_UK, choice.copy_UK, problem.multiplicity_U, problem.window_U, choice.copies.device_P,
+        problem.topology.node_of_device(), visit_WG, pair_WG, objective.node, gain_EG,
     )  # fmt: skip
     return gain_EG
 
@@ -188,23 +207,27 @@ def _count(
 
 @njit(cache=True, nogil=True)
 def _add_gains(
-    sets_UK: Any, copy_UK: Any, multiplicity_U: Any, window_U: Any, device_P: Any, visit_WG: Any, pair_WG: Any,
-    gain_EG: Any,
+    sets_UK: Any, copy_UK: Any, multiplicity_U: Any, window_U: Any, device_P: Any, node_G: Any, visit_WG: Any,
+    pair_WG: Any, node_cost: float, gain_EG: Any,
 ) -> None:  # fmt: skip
     """Add what each set would save if it took a new copy of one of its experts on another device."""
     num_devices = visit_WG.shape[1]
     for u in range(len(copy_UK)):
         count_G = np.zeros(num_devices, dtype=np.int64)
+        count_N = np.zeros(node_G.max() + 1, dtype=np.int64)
         for p in copy_UK[u]:
             if p >= 0:
                 count_G[device_P[p]] += 1
+                count_N[node_G[device_P[p]]] += 1
         visit_G, pair_G = visit_WG[window_U[u]], pair_WG[window_U[u]]
         for k in range(copy_UK.shape[1]):
             if copy_UK[u, k] < 0:
                 continue
             here = device_P[copy_UK[u, k]]
             paid = pair_G[here] + (visit_G[here] if count_G[here] == 1 else 0.0)
+            paid += node_cost if count_N[node_G[here]] == 1 else 0.0
             for g in range(num_devices):
                 there = pair_G[g] + (visit_G[g] if count_G[g] == 0 else 0.0)
+                there += node_cost if count_N[node_G[g]] == 0 else 0.0
                 if there < paid:
                     gain_EG[sets_UK[u, k], g] += multiplicity_U[u] * (paid - there)

@@ -24,7 +24,9 @@ def random_hosts(experts: int, devices: int, copies: int, seed: int) -> np.ndarr
     return hosts_EG
 
 
-def restated(ids_TK: np.ndarray, kept_TK: np.ndarray, hosts_EG: np.ndarray, speed_G: np.ndarray) -> list[list[int]]:
+def restated(
+    ids_TK: np.ndarray, kept_TK: np.ndarray, hosts_EG: np.ndarray, speed_G: np.ndarray, per_node: int = 4
+) -> list[list[int]]:
     """The device each token uses for each expert under fewest-devices, -1 where it keeps none."""
     load_G = np.zeros(hosts_EG.shape[1])
     chosen = []
@@ -34,7 +36,10 @@ def restated(ids_TK: np.ndarray, kept_TK: np.ndarray, hosts_EG: np.ndarray, spee
         order.sort(key=lambda k: hosts_EG[ids[k]].sum() > 1)  # stable: one copy first
         for k in order:
             devices = np.flatnonzero(hosts_EG[ids[k]])
-            row[k] = int(min(devices, key=lambda g: (g not in row, load_G[g] / speed_G[g], g)))
+            nodes = {g // per_node for g in row if g >= 0}
+            row[k] = int(
+                min(devices, key=lambda g: (g not in row, g // per_node not in nodes, load_G[g] / speed_G[g], g))
+            )
             load_G[row[k]] += 1
         chosen.append(row)
     return chosen
@@ -42,9 +47,10 @@ def restated(ids_TK: np.ndarray, kept_TK: np.ndarray, hosts_EG: np.ndarray, spee
 
 @pytest.mark.parametrize("speeds", [(1.0, 1.0, 1.0, 1.0), (0.5, 1.0, 2.0, 1.0)])
 @pytest.mark.parametrize("kept", [None, 0.7])
-def test_fewest_devices_is_its_rule_restated(make_trace: Any, speeds: Any, kept: Any) -> None:
+@pytest.mark.parametrize("per_node", [2, 4])
+def test_fewest_devices_is_its_rule_restated(make_trace: Any, speeds: Any, kept: Any, per_node: int) -> None:
     trace = make_trace(layers=1, tokens=400, kept=kept)
-    topology = Topology(1, 4, speed_per_device=speeds)
+    topology = Topology(4 // per_node, per_node, speed_per_device=speeds)
     hosts_EG = random_hosts(16, 4, 12, seed=1)
     copies, routing = Copies.of(hosts_EG), trace.layer(0, ALL_TOKENS)
     dispatch, kept_TK, homes_T = Dispatch(copies, topology), routing.kept(), trace.homes(4)
@@ -53,7 +59,7 @@ def test_fewest_devices_is_its_rule_restated(make_trace: Any, speeds: Any, kept:
         for piece in (slice(0, 150), slice(150, None))  # loads carry on from piece to piece
     ]
     device_TK = np.where(kept_TK, copies.device_P[np.concatenate(found)], -1)
-    assert device_TK.tolist() == restated(routing.expert_ids_TK, kept_TK, hosts_EG, np.array(speeds))
+    assert device_TK.tolist() == restated(routing.expert_ids_TK, kept_TK, hosts_EG, np.array(speeds), per_node)
 
 
 def test_nearest_stays_at_home_then_on_the_node_and_else_takes_turns() -> None:
