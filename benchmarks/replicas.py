@@ -6,8 +6,9 @@ columns show what is left of it under two rules that look at one expert at a tim
 
     python benchmarks/replicas.py [TRACE ...] [--topology 8] [--redundant 8] [--balance 1.05] [--every 1] [--seed 0]
 
-Prints for each trace EPLB, CAP with EPLB's copies, the default pick and the pick within `--balance` on the fitting
-part, each with copies, and the default pick without; then one JSON line. `--every 4` looks at one layer in four.
+Prints for each trace EPLB, CAP with EPLB's copies, the default pick, the pick within `--balance` on the fitting part
+and the pick that is fitted for the rule nearest, each with copies; the default pick and CAP without; then one JSON
+line. `--every 4` looks at one layer in four.
 """
 
 from __future__ import annotations
@@ -62,18 +63,23 @@ def compare(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
             "cap": figures(copied, "cap"),
             "coterie": figures(copied, "coterie"),
             f"coterie, B <= {arguments.balance:g}": figures(copied, "coterie", arguments.balance),
+            "coterie for nearest": figures(replace(copied, dispatch="nearest"), "coterie"),
             "coterie, no copies": figures(prepare(trace, topology, seed=arguments.seed), "coterie"),
         }
+    rows["cap, no copies"] = figures(prepare(trace, topology, seed=arguments.seed), "cap")
     base = rows["eplb"][RULES[0]]["peak_traffic"]
     print(f"\n{name}: {trace.num_layers} layers on {topology}, {arguments.redundant} slots for copies, held out")
     print(
-        f"  {'':22}{'devices':>9}{'B':>8}{'peak':>8}{'vs eplb':>9}" + "".join(f"{'peak, ' + r:>15}" for r in RULES[1:])
+        f"  {'':22}{'devices':>9}{'nodes':>8}{'B':>8}{'peak':>8}{'vs eplb':>9}"
+        + "".join(f"{'peak, ' + r:>15}" for r in RULES[1:])
     )
     for label, by_rule in rows.items():
         mine = by_rule[RULES[0]]
         others = "".join(f"{by_rule[rule]['peak_traffic']:15.3f}" for rule in RULES[1:] if rule in by_rule)
         peak = mine["peak_traffic"]
-        print(f"  {label:22}{mine['dpt']:9.3f}{mine['balance']:8.3f}{peak:8.3f}{peak / base:9.3f}{others}")
+        print(
+            f"  {label:22}{mine['dpt']:9.3f}{mine['npt']:8.3f}{mine['balance']:8.3f}{peak:8.3f}{peak / base:9.3f}{others}"
+        )
     return {"layers": trace.num_layers, "rows": rows}
 
 

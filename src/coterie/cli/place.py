@@ -24,6 +24,10 @@ GroupsOption = Annotated[
 RedundantOption = Annotated[
     int, typer.Option("--redundant", min=0, help="Slots of a layer for copies of experts, on all devices together.")
 ]
+DispatchOption = Annotated[
+    str,
+    typer.Option("--dispatch", help="How tokens choose copies: fewest-devices, or as engines do: nearest, random."),
+]
 COLUMNS = ("dpt", "npt", "balance", "peak_traffic", "remote_peak_traffic")
 LEGEND = (
     "devices, nodes: distinct ones a token visits; B: largest device load / mean; peak: share of the tokens that visit "
@@ -43,6 +47,7 @@ def compare(
     format_name: FormatOption = None,
     keep_groups: GroupsOption = None,
     redundant: RedundantOption = 0,
+    dispatch: DispatchOption = "fewest-devices",
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
@@ -50,7 +55,7 @@ def compare(
     from coterie.placement.driver import compare as run
 
     with warnings_as_notes(), progress() as listen:
-        setting = _setting(source, topology, format_name, keep_groups, redundant, seed, listen)
+        setting = _setting(source, topology, format_name, keep_groups, seed, listen, redundant, dispatch)
         result = run(setting, heldout)
     if as_json:
         emit_json(result)
@@ -90,6 +95,7 @@ def place(
     format_name: FormatOption = None,
     keep_groups: GroupsOption = None,
     redundant: RedundantOption = 0,
+    dispatch: DispatchOption = "fewest-devices",
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
@@ -103,7 +109,7 @@ def place(
         raise ConfigError("--spectrum and --balance exclude each other: a spectrum holds every balance; give one")
     target = replacing(out) if spectrum is None else replacing_folder(out, INDEX)
     with target as temporary, warnings_as_notes(), progress() as listen:  # a place to write to, before the work
-        setting = _setting(source, topology, format_name, keep_groups, redundant, seed, listen)
+        setting = _setting(source, topology, format_name, keep_groups, seed, listen, redundant, dispatch)
         if spectrum is None:
             placements = [driver.place(setting, method, balance, heldout)]
             placements[0].save(temporary)
@@ -138,9 +144,10 @@ def _setting(
     topology: str,
     format_name: str | None,
     keep_groups: bool | None,
-    redundant: int,
     seed: int,
     listen: Progress,
+    redundant: int,
+    dispatch: str,
 ) -> Setting:
     from coterie.placement.driver import prepare
     from coterie.topology import Topology
@@ -148,4 +155,6 @@ def _setting(
 
     parsed = Topology.parse(topology)
     trace = open_trace(source, format=format_name, progress=listen)
-    return prepare(trace, parsed, seed=seed, keep_groups=keep_groups, progress=listen, redundant=redundant)
+    return prepare(
+        trace, parsed, seed=seed, keep_groups=keep_groups, progress=listen, redundant=redundant, dispatch=dispatch
+    )

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.placement.copies import FEWEST_DEVICES
 from coterie.placement.methods import get_copy_method, get_method
 from coterie.placement.metrics import LayerMetrics, measure_layer
 from coterie.placement.objective import Objective
@@ -32,6 +33,7 @@ class Setting:
         keep_groups: whether router groups stay whole.
         progress: told how far it is.
         redundant: slots of a layer for copies of experts.
+        dispatch: the rule by which tokens choose copies (`copies.RULES`).
     """
 
     trace: RoutingTrace
@@ -41,6 +43,7 @@ class Setting:
     keep_groups: bool
     progress: Progress
     redundant: int = 0
+    dispatch: str = FEWEST_DEVICES
 
 
 @dataclass(frozen=True)
@@ -112,8 +115,9 @@ def propose(setting: Setting, method: str, tokens: TokenSelector, sample: int = 
 
     def one(layer: int) -> NDArray[Any]:
         problem = build_problem(
-            setting.trace, layer, setting.topology, tokens, setting.keep_groups, sample, setting.redundant
-        )
+            setting.trace, layer, setting.topology, tokens, setting.keep_groups, sample, setting.redundant,
+            setting.dispatch,
+        )  # fmt: skip
         return place(problem, setting.objective, setting.seed + layer)
 
     devices = map_layers(one, num_layers, f"placing ({method})", setting.progress)
@@ -132,7 +136,8 @@ def measure_candidates(setting: Setting, candidates: Candidates, tokens: TokenSe
 
 def _measure(setting: Setting, devices: Sequence[NDArray[Any]], tokens: TokenSelector) -> Measured:
     def one(layer: int) -> list[LayerMetrics]:
-        return [measure_layer(setting.trace, layer, row, setting.topology, tokens) for row in devices[layer]]
+        rows, rule = devices[layer], setting.dispatch
+        return [measure_layer(setting.trace, layer, row, setting.topology, tokens, rule) for row in rows]
 
     return Measured(map_layers(one, setting.trace.num_layers, "measuring", setting.progress))
 

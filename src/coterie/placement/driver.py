@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import coterie
-from coterie.errors import ConfigError, InfeasiblePlacement
+from coterie.errors import ConfigError, InfeasiblePlacement, unknown_name
 from coterie.placement.candidates import Candidates, Measured, Setting, measure_candidates, propose
+from coterie.placement.copies import FEWEST_DEVICES, RULES
 from coterie.placement.groups import has_freedom
 from coterie.placement.metrics import LayerMetrics, full_metrics
 from coterie.placement.numbering import EXPERT_ORDER_KEY
@@ -40,6 +41,7 @@ def prepare(
     objective: Objective | None = None,
     progress: Progress = silent,
     redundant: int = 0,
+    dispatch: str = FEWEST_DEVICES,
 ) -> Setting:
     """The setting that `place`, `spectrum` and `compare` work in.
 
@@ -51,12 +53,15 @@ def prepare(
         objective: what is minimised; None: the default for the topology.
         progress: told how far it is.
         redundant: slots of a layer for copies of experts.
+        dispatch: the rule by which tokens choose copies, one of `copies.RULES`.
 
     Raises:
         InfeasiblePlacement: when the experts do not fit the topology.
         ConfigError: when groups are to be kept and the model has none, or copies are wanted that cannot be.
     """
     spec = trace.spec
+    if dispatch not in RULES:
+        raise unknown_name("dispatch rule", dispatch, RULES)
     slots_G = topology.slots(spec.num_experts + redundant)
     if redundant:
         _check_copies(redundant, int(slots_G.max()), spec.num_experts, topology, keep_groups=keep_groups)
@@ -70,7 +75,8 @@ def prepare(
             "same traffic; use another number of devices",
             stacklevel=2,
         )
-    return Setting(trace, topology, objective or Objective.for_topology(topology), seed, grouped, progress, redundant)
+    objective = objective or Objective.for_topology(topology)
+    return Setting(trace, topology, objective, seed, grouped, progress, redundant, dispatch)
 
 
 def _check_copies(
@@ -144,7 +150,8 @@ def compare(setting: Setting, heldout: float = 0.5, methods: Sequence[str] = COM
         seconds = time.perf_counter() - started
         device_LE = candidates.placement(point)
         fit, unseen = (
-            full_metrics(setting.trace, device_LE, setting.topology, part) for part in (parts.first, parts.second)
+            full_metrics(setting.trace, device_LE, setting.topology, part, setting.dispatch)
+            for part in (parts.first, parts.second)
         )
         rows[method] = {**fit, "seconds": seconds, "heldout": unseen}
     about = {"fit_tokens": parts.num_first, "heldout_tokens": parts.num_second, "split_by": parts.by}
@@ -152,7 +159,7 @@ def compare(setting: Setting, heldout: float = 0.5, methods: Sequence[str] = COM
         "methods": rows,
         "trace": {**describe_trace(setting.trace), **about},
         "topology": setting.topology.to_json(),
-        **({"redundant": setting.redundant} if setting.redundant else {}),
+        **({"redundant": setting.redundant, "dispatch": setting.dispatch} if setting.redundant else {}),
         "seed": setting.seed,
         "objective": setting.objective.to_json(),
         "coterie": coterie.__version__,
@@ -257,7 +264,7 @@ def _placement(
 ) -> Placement:  # fmt: skip
     device_LE = candidates.placement(point)
     metrics = {
-        name: full_metrics(setting.trace, device_LE, setting.topology, tokens)
+        name: full_metrics(setting.trace, device_LE, setting.topology, tokens, setting.dispatch)
         for name, tokens in zip(("fit", "heldout"), parts, strict=True)
         if tokens is not None
     }
@@ -267,7 +274,7 @@ def _placement(
         "point": point,
         "seed": setting.seed,
         "keep_groups": setting.keep_groups,
-        **({"redundant": setting.redundant} if setting.redundant else {}),
+        **({"redundant": setting.redundant, "dispatch": setting.dispatch} if setting.redundant else {}),
         "objective": setting.objective.to_json(),
         "trace": describe_trace(setting.trace),
         "coterie": coterie.__version__,

@@ -162,22 +162,24 @@ def _nearest(hosts_EG: NDArray[np.bool_], cost_GG: NDArray[np.float64]) -> NDArr
 
 
 def full_metrics(
-    trace: RoutingTrace, device_LE: NDArray[Any], topology: Topology, tokens: TokenSelector
-) -> dict[str, Any]:
+    trace: RoutingTrace, device_LE: NDArray[Any], topology: Topology, tokens: TokenSelector,
+    rule: str = FEWEST_DEVICES,
+) -> dict[str, Any]:  # fmt: skip
     """Every metric of a placement on the selected tokens, as files and `--json` hold them.
 
     `summarise` of its layers, and "communication": the mean over layers of CAP's C(pi) (`communication_costs`). Where
     the topology gives `link_costs`, also "link_cost": a token's copies times the cost of their links from its home.
-    With copies the figures are those of "dispatch", the rule fewest-devices; "by_rule" has the means under the others.
+    With copies the figures are those of "dispatch", the given rule; "by_rule" has the means under the others.
     """
-    layers = measure(trace, device_LE, topology, tokens)
+    layers = measure(trace, device_LE, topology, tokens, rule)
     summary = summarise(layers, trace.spec.hidden_size)
     if topology.link_costs is not None:
         summary["link_cost"] = float(np.mean([(layer.traffic_GG * topology.cost_matrix()).sum() for layer in layers]))
     if device_LE.ndim == 3:
-        others = [rule for rule in RULES if rule != FEWEST_DEVICES]
-        summary["dispatch"] = FEWEST_DEVICES
-        summary["by_rule"] = {rule: average(measure(trace, device_LE, topology, tokens, rule)) for rule in others}
+        summary["dispatch"] = rule
+        summary["by_rule"] = {
+            other: average(measure(trace, device_LE, topology, tokens, other)) for other in RULES if other != rule
+        }
     costs = communication_costs(trace, device_LE, topology, tokens)
     summary["communication"] = float(np.mean(costs))
     summary["layers"]["communication"] = [round(cost, 6) for cost in costs]

@@ -17,7 +17,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from coterie.placement.balance import eplb
-from coterie.placement.copies import Copies, choose_fewest, own_slots
+from coterie.placement.copies import FEWEST_DEVICES, Copies, choose_fewest, own_slots
 from coterie.placement.greedy import grow_groups
 from coterie.placement.groups import nodes_as_devices, on_other_vertices
 from coterie.placement.objective import Objective
@@ -87,7 +87,7 @@ def _nodes_first(problem: LayerProblem, objective: Objective, seed: int) -> NDAr
     nodes = replace(problem, topology=nodes_as_devices(topology), slots_G=slots_N)
     visits = Objective(device=1.0, node=0.0, peak=0.0, balance=0.0)
     node_E, rng = refine(nodes, visits, seed, 1)[0], np.random.default_rng(seed)
-    device_E = np.empty_like(node_E)
+    device_E = np.empty(problem.num_experts, dtype=np.int64)
     for node in range(topology.num_nodes):
         experts, devices = np.flatnonzero(node_E == node), np.flatnonzero(topology.node_of_device() == node)
         affinity_EE = problem.jaccard_EE[np.ix_(experts, experts)]
@@ -116,7 +116,9 @@ def choose(problem: LayerProblem, hosts_EG: NDArray[np.bool_]) -> Choice:
     copies, kept_UK = Copies.of(hosts_EG), problem.sets_UK != NO_EXPERT
     copy_UK = np.full(problem.sets_UK.shape, NO_EXPERT, dtype=np.int32)
     num_windows, node_G = int(problem.window_U.max(initial=0)) + 1, problem.topology.node_of_device()
-    choose_fewest(
+    by_company = problem.dispatch == FEWEST_DEVICES
+    rule = choose_fewest if by_company else _choose_in_turn
+    rule(
         problem.sets_UK, kept_UK, problem.multiplicity_U, copies.start_E, copies.device_P, node_G, 1 / problem.speed_G,
         np.zeros(problem.num_devices), copy_UK,
     )  # fmt: skip
@@ -156,8 +158,11 @@ def _gains(problem: LayerProblem, objective: Objective, choice: Choice) -> NDArr
     gain_EG = np.zeros((problem.num_experts, problem.num_devices))
     _add_gains(
         problem.sets_UK, choice.copy_UK, problem.multiplicity_U, problem.window_U, choice.copies.device_P,
-        problem.topology.node_of_device(), visit_WG, pair_WG, objective.node, gain_EG,
+        problem.topology.node_of_device(), visit_WG, pair_WG, objective.node, problem.dispatch == FEWEST_DEVICES,
+        gain_EG,
     )  # fmt: skip
+    if problem.dispatch != FEWEST_DEVICES:  # a new copy gets its share of the tokens, whatever that does for them
+        gain_EG /= np.diff(choice.copies.start_E)[:, None] + 1
     return gain_EG
 
 
@@ -180,6 +185,21 @@ def _as_vertices(problem: LayerProblem, choice: Choice) -> LayerProblem:
     load_P = np.rint(problem.load_E[copies.expert_P] * share_P).astype(np.int64)
     ids_UK = np.where(kept_UK, choice.copy_UK, 0)
     return on_other_vertices(problem, ids_UK, kept_UK, copies.expert_P.size, problem.topology, problem.slots_G, load_P)
+
+
+@njit(cache=True, nogil=True)
+def _choose_in_turn(
+    sets_UK: Any, kept_UK: Any, multiplicity_U: Any, start_E: Any, device_P: Any, node_G: Any, slowness_G: Any,
+    load_G: Any, copy_UK: Any,
+) -> None:  # fmt: skip
+    """Sets take an expert's copies in turn: what the rules nearest and random come to over many homes."""
+    turn_E = np.zeros(start_E.size - 1, dtype=np.int64)
+    for u in range(len(sets_UK)):
+        for k in range(sets_UK.shape[1]):
+            if kept_UK[u, k]:
+                e = sets_UK[u, k]
+                copy_UK[u, k] = start_E[e] + turn_E[e] % (start_E[e + 1] - start_E[e])
+                turn_E[e] += 1
 
 
 @njit(cache=True, nogil=True)
@@ -208,9 +228,12 @@ def _count(
 @njit(cache=True, nogil=True)
 def _add_gains(
     sets_UK: Any, copy_UK: Any, multiplicity_U: Any, window_U: Any, device_P: Any, node_G: Any, visit_WG: Any,
-    pair_WG: Any, node_cost: float, gain_EG: Any,
+    pair_WG: Any, node_cost: float, by_company: bool, gain_EG: Any,
 ) -> None:  # fmt: skip
-    """Add what each set would save if it took a new copy of one of its experts on another device."""
+    """Add what each set would save with a new copy of one of its experts on another device.
+
+    With `by_company` only sets that save take it; else all would.
+    """
     num_devices = visit_WG.shape[1]
     for u in range(len(copy_UK)):
         count_G = np.zeros(num_devices, dtype=np.int64)
@@ -229,5 +252,5 @@ def _add_gains(
             for g in range(num_devices):
                 there = pair_G[g] + (visit_G[g] if count_G[g] == 0 else 0.0)
                 there += node_cost if count_N[node_G[g]] == 0 else 0.0
-                if there < paid:
+                if there < paid or not by_company:
                     gain_EG[sets_UK[u, k], g] += multiplicity_U[u] * (paid - there)

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from coterie.errors import ConfigError
+from coterie.placement.copies import FEWEST_DEVICES, Copies, Dispatch
 from coterie.placement.metrics import ACTIVATION_BYTES
 from coterie.topology import Topology
 
@@ -62,19 +63,28 @@ class LayerTime:
 
 
 def count_step(
-    ids_TK: NDArray[Any], kept_TK: NDArray[np.bool_] | None, device_E: NDArray[Any], home_T: ArrayLike, num_devices: int
-) -> StepCounts:
+    ids_TK: NDArray[Any], kept_TK: NDArray[np.bool_] | None, device_E: NDArray[Any], home_T: ArrayLike,
+    num_devices: int, topology: Topology | None = None, rule: str = FEWEST_DEVICES,
+) -> StepCounts:  # fmt: skip
     """Count one layer's loads and copies for the tokens of one step.
 
     Args:
         ids_TK: [T, K] chosen experts.
         kept_TK: [T, K] false where pruned; None: all kept.
-        device_E: [E] the device of each expert.
+        device_E: [E] the device of each expert; or [E, G] bool, the devices that hold a copy of each.
         home_T: [T] the device where each token is.
         num_devices: G.
+        topology: with copies, the devices and links that the rule looks at; None: one node of equal devices.
+        rule: with copies, the dispatch rule (`copies.RULES`); loads are those of this step.
     """
-    device_TK = np.asarray(device_E, dtype=np.int64)[ids_TK]
-    kept = np.ones(device_TK.shape, dtype=np.bool_) if kept_TK is None else kept_TK
+    kept = np.ones(ids_TK.shape, dtype=np.bool_) if kept_TK is None else kept_TK
+    where = np.asarray(device_E)
+    if where.ndim == 2:
+        copies = Copies.of(where)
+        dispatch = Dispatch(copies, topology or Topology(1, num_devices), rule)
+        device_TK = copies.device_P[dispatch.choose(ids_TK, kept, np.asarray(home_T, dtype=np.int64))]
+    else:
+        device_TK = where.astype(np.int64)[ids_TK]
     load_G = np.bincount(device_TK[kept], minlength=num_devices)
     visits_TG = np.zeros((len(device_TK), num_devices), dtype=np.int64)
     rows = np.broadcast_to(np.arange(len(device_TK))[:, None], device_TK.shape)

@@ -107,6 +107,20 @@ def test_copies_lower_what_is_visited(make_trace: Any) -> None:
     assert rows["coterie"]["heldout"]["peak_traffic"] < 0.95 * rows["eplb"]["heldout"]["peak_traffic"]
 
 
+@pytest.mark.parametrize("rule", ["nearest", "random"])
+def test_placing_for_a_rule_of_engines(make_trace: Any, rule: str) -> None:
+    """Fitted for the rule that is measured, copies do better by it than fitted for another."""
+    four, trace = Topology.parse("4"), make_trace(tokens=6000, experts=32, top_k=6, sequences=60)
+    for_it = place(prepare(trace, four, redundant=8, dispatch=rule))
+    for_other = place(prepare(trace, four, redundant=8))
+    assert for_it.method["dispatch"] == for_it.metrics["heldout"]["dispatch"] == rule
+    assert set(for_it.metrics["heldout"]["by_rule"]) == {"fewest-devices", "nearest", "random"} - {rule}
+    other = for_other.metrics["heldout"]["by_rule"][rule]
+    assert for_it.metrics["heldout"]["dpt"] < 0.97 * other["dpt"]
+    with pytest.raises(ConfigError, match="did you mean 'nearest'"):
+        prepare(trace, four, redundant=8, dispatch="nearst")
+
+
 def test_a_spectrum_and_a_balance_with_copies(trace: RoutingTrace) -> None:
     setting = prepare(trace, TWO, redundant=2)
     points = spectrum(setting, 3)
