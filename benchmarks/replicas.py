@@ -77,9 +77,8 @@ def compare(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         mine = by_rule[RULES[0]]
         others = "".join(f"{by_rule[rule]['peak_traffic']:15.3f}" for rule in RULES[1:] if rule in by_rule)
         peak = mine["peak_traffic"]
-        print(
-            f"  {label:22}{mine['dpt']:9.3f}{mine['npt']:8.3f}{mine['balance']:8.3f}{peak:8.3f}{peak / base:9.3f}{others}"
-        )
+        own = f"{mine['dpt']:9.3f}{mine['npt']:8.3f}{mine['balance']:8.3f}{peak:8.3f}{peak / base:9.3f}"
+        print(f"  {label:22}{own}{others}")
     return {"layers": trace.num_layers, "rows": rows}
 
 

@@ -49,19 +49,18 @@ class SGLangExporter:
     def launch_flags(self, placement: Placement, spec: MoESpec, path: Path) -> list[str]:
         """The file, the expert-parallel size, how many copies there are, and that tokens follow the file."""
         copies = ["--ep-num-redundant-experts", str(placement.num_copies)] if placement.num_copies else []
+        by_chance = placement.num_copies and placement.method.get("dispatch") == "random"
         return [
             *copies,
             "--init-expert-location", str(path),
             "--ep-size", str(placement.topology.num_devices),
-            "--ep-dispatch-algorithm", "static",
+            "--ep-dispatch-algorithm", "dynamic" if by_chance else "static",
         ]  # fmt: skip
 
     def launch_notes(self, placement: Placement, spec: MoESpec, path: Path) -> list[str]:
         """What SGLang does not say by itself."""
         topology = placement.topology
-        copies = ["tokens take the copy on their own rank, else on their node, else one fixed for the rank ('static')"]
         notes = [
-            *(copies if placement.num_copies else []),
             "leave out --enable-eplb: its first rebalancing replaces this placement by one made from load alone",
             "with --moe-a2a-backend none every rank receives every token, so placement cannot reduce traffic; "
             f"use an all-to-all backend such as deepep (it takes --tp-size {topology.num_devices} for the ep size)",

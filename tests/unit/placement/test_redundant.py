@@ -71,8 +71,17 @@ def test_engines_files_carry_copies(tmp_path: Path, name: str) -> None:
     report = validate(path, SPEC, TWO)
     assert (report.format, report.problems, report.num_slots) == (name, (), 6)
     assert "6 slots for 4 experts: 2 hold a second copy" in report.notes
+    assert any("--dispatch nearest" in note for note in exported.notes)
     if name == "sglang":
         assert exported.flags[:2] == ("--ep-num-redundant-experts", "2")
+
+
+@pytest.mark.parametrize(("rule", "algorithm"), [("nearest", "static"), ("random", "dynamic")])
+def test_sglang_is_told_the_rule_that_copies_were_placed_for(tmp_path: Path, rule: str, algorithm: str) -> None:
+    placement = Placement(MAP, TWO, SPEC, {"dispatch": rule})
+    exported = export_file(EXPORTERS["sglang"], placement, tmp_path / "out.json")
+    assert exported.flags[-2:] == ("--ep-dispatch-algorithm", algorithm)
+    assert not any("--dispatch" in note for note in exported.notes)
 
 
 def test_engines_that_want_even_ranks_refuse_uneven_copies(tmp_path: Path) -> None:
