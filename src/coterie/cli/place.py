@@ -33,6 +33,7 @@ LEGEND = (
     "devices, nodes: distinct ones a token visits; B: largest device load / mean; peak: share of the tokens that visit "
     "the busiest device (remote: from other devices); means over layers"
 )
+SPEEDS_LEGEND = "devices differ in speed: B is the longest time that one computes over the time in perfect balance"
 COPIES_LEGEND = (
     "copies: a token takes the one that adds no device, else the one whose device has the least to do so far "
     "(fewest-devices); engines: nearest (SGLang's static), random (its dynamic)"
@@ -80,6 +81,8 @@ def show_comparison(result: dict[str, Any]) -> None:
     say(LEGEND)
     if result.get("redundant"):
         say(COPIES_LEGEND)
+    if result["topology"].get("speed_per_device"):
+        say(SPEEDS_LEGEND)
 
 
 def place(
@@ -137,6 +140,8 @@ def show_placements(placements: list[Placement]) -> None:
     say(LEGEND)
     if any(placement.num_copies for placement in placements):
         say(COPIES_LEGEND)
+    if any(placement.topology.speed_per_device for placement in placements):
+        say(SPEEDS_LEGEND)
 
 
 def _setting(

@@ -157,6 +157,14 @@ def test_copies(run: Run) -> None:
     assert not Path("q.json").exists()
 
 
+def test_unequal_devices(run: Run) -> None:
+    Path("m.yaml").write_text("devices_per_node: 4\nspeed_per_device: [1, 1, 1, 0.5]\n")
+    code, out, err = run("place", "t.safetensors", "--topology", "m.yaml", "--out", "p.json")
+    assert (code, err) == (0, "")
+    assert "devices differ in speed" in out
+    assert Placement.load("p.json").topology.speed_per_device == (1, 1, 1, 0.5)
+
+
 def test_groups_without_freedom_are_warned_of_on_stderr(run: Run) -> None:
     code, out, err = run("place", "grouped.safetensors", "--topology", "4", "--out", "p.json", "--json")
     assert code == 0

@@ -1,4 +1,4 @@
-"""Where one layer's experts are: placements with copies are refused, since a rank holds each expert it computes once."""
+"""Where one layer's experts are: unequal slots are taken, placements with copies refused."""
 
 from __future__ import annotations
 
