@@ -23,6 +23,7 @@ from coterie.cli.model_info import model_info
 from coterie.cli.pack import pack
 from coterie.cli.reorder import reorder
 from coterie.cli.simulate_offload import simulate_offload
+from coterie.cli.study_placement import study_pruning, study_stability, study_transfer
 from coterie.cli.trace_import import trace_import
 from coterie.cli.trace_info import trace_info
 from coterie.cli.trace_synthesize import trace_synthesize
@@ -93,6 +94,9 @@ trace.command("synthesize")(trace_synthesize)
 trace.command("prune")(trace_prune.trace_prune)
 model.command("info")(model_info)
 studies.command("widths")(study.study_widths)
+studies.command("stability")(study_stability)
+studies.command("transfer")(study_transfer)
+studies.command("pruning")(study_pruning)
 simulate.command("offload")(simulate_offload)
 benches.command("offload")(bench_offload)
 benches.command("parallel")(bench_parallel)

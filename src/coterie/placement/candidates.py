@@ -30,6 +30,7 @@ class Setting:
         seed: of every tie and search.
         keep_groups: whether router groups stay whole.
         progress: told how far it is.
+        domain_T: [T] which workload every token of the trace is of, so that none is traded for another; None: one.
     """
 
     trace: RoutingTrace
@@ -38,6 +39,7 @@ class Setting:
     seed: int
     keep_groups: bool
     progress: Progress
+    domain_T: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True)
@@ -107,13 +109,16 @@ def propose(setting: Setting, method: str, tokens: TokenSelector, sample: int = 
     place, num_layers = get_method(method), setting.trace.num_layers
 
     def one(layer: int) -> NDArray[np.int64]:
-        problem = build_problem(setting.trace, layer, setting.topology, tokens, setting.keep_groups, sample)
+        problem = build_problem(
+            setting.trace, layer, setting.topology, tokens, setting.keep_groups, sample, setting.domain_T
+        )
         return place(problem, setting.objective, setting.seed + layer)
 
     devices = map_layers(one, num_layers, f"placing ({method})", setting.progress)
     fit = _measure(setting, devices, tokens)
     selected = np.arange(setting.trace.num_tokens, dtype=np.int64)[tokens]
-    parts = [_measure(setting, devices, selected[cut]) for cut in windows(selected.size)]
+    domain_T = None if setting.domain_T is None else setting.domain_T[tokens]
+    parts = [_measure(setting, devices, selected[cut]) for cut in windows(selected.size, domain_T)]
     costs = _mean([part.costs(setting.objective) for part in parts])
     balances = _mean([fit.values("balance"), _mean([part.values("balance") for part in parts])])
     return Candidates(devices, fit, costs, balances, build_path(costs, balances))

@@ -46,6 +46,10 @@ class Page:
             self._parts.append(f'<p class="note">{escape(self.subject)}</p>')
         self._parts += [f"<p>{escape(text)}</p>" for text in paragraphs]
 
+    def paragraph(self, text: str) -> None:
+        """A paragraph in the section begun last."""
+        self._parts.append(f"<p>{escape(text)}</p>")
+
     def table(self, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """A table; numbers are shown to four significant digits."""
         head = "".join(f"<th>{escape(header)}</th>" for header in headers)
