@@ -16,6 +16,7 @@ from coterie.cli.calibrate import calibrate
 from coterie.cli.cap import cap
 from coterie.cli.check_engine import check_engine
 from coterie.cli.common import Interrupted
+from coterie.cli.drift import drift
 from coterie.cli.generate import generate
 from coterie.cli.generate_ep import generate_ep
 from coterie.cli.learn import learn
@@ -72,6 +73,7 @@ def _options(
 app.command("demo")(demo.demo)
 app.command("compare")(place.compare)
 app.command("place")(place.place)
+app.command("drift")(drift)
 app.command("widths")(widths.widths)
 app.command("record")(record.record)
 app.command("profile")(profile.profile)
