@@ -23,6 +23,7 @@ from coterie.cli.learn import learn
 from coterie.cli.model_info import model_info
 from coterie.cli.pack import pack
 from coterie.cli.reorder import reorder
+from coterie.cli.report import report
 from coterie.cli.simulate_offload import simulate_offload
 from coterie.cli.study_placement import study_pruning, study_stability, study_transfer
 from coterie.cli.trace_import import trace_import
@@ -74,6 +75,7 @@ app.command("demo")(demo.demo)
 app.command("compare")(place.compare)
 app.command("place")(place.place)
 app.command("drift")(drift)
+app.command("report")(report)
 app.command("widths")(widths.widths)
 app.command("record")(record.record)
 app.command("profile")(profile.profile)

@@ -35,13 +35,13 @@ def study_stability(
     as_json: JsonOption = False,
 ) -> None:
     """How long a placement holds: fitted on three windows of a trace, measured on every window (CAP Fig. 15)."""
+    from coterie.files import distinct
     from coterie.study.placement import stability
-    from coterie.study.placement.common import distinct
 
     _prepare(out)
     with warnings_as_notes(), progress() as listen:
         setting = _setting(source, topology, format_name, seed, listen)
-        name = distinct([source])[0]
+        name = distinct([source], "traces")[0]
         methods = method or stability.METHODS
         result = stability.run(setting, name, window, requests=requests, methods=methods)
     _leave(result, out, f"Stability of placements, {name}", stability.remarks, stability.show)
@@ -69,15 +69,16 @@ def study_transfer(
 
     Source: CAP, Tables III and IV.
     """
+    from coterie.files import distinct
     from coterie.study.placement import transfer
-    from coterie.study.placement.common import MEASURES, distinct
+    from coterie.study.placement.common import MEASURES
     from coterie.trace.open import open_trace
 
     _prepare(out)
     with warnings_as_notes(), progress() as listen:
         setting = _setting(sources[0], topology, format_name, seed, listen)
         others = [open_trace(source, format=format_name, progress=listen) for source in sources[1:]]
-        traces = dict(zip(distinct(sources), [setting.trace, *others], strict=True))
+        traces = dict(zip(distinct(sources, "traces"), [setting.trace, *others], strict=True))
         result = transfer.run(setting, traces, heldout=heldout, methods=method or transfer.METHODS)
     _leave(result, out, "Transfer of placements", transfer.remarks, transfer.show)
     if as_json:
@@ -103,13 +104,13 @@ def study_pruning(
     as_json: JsonOption = False,
 ) -> None:
     """What pruning does to loads, whom it spares, and whether to place before or after it (CAP Figs. 9, 10)."""
+    from coterie.files import distinct
     from coterie.study.placement import pruning
-    from coterie.study.placement.common import distinct
 
     _prepare(out)
     with warnings_as_notes(), progress() as listen:
         setting = _setting(source, topology, format_name, seed, listen)
-        name = distinct([source])[0]
+        name = distinct([source], "traces")[0]
         result = pruning.run(setting, name, method=method, heldout=heldout)
     _leave(result, out, f"Pruning of {name}", pruning.remarks, pruning.show)
     if as_json:

@@ -56,13 +56,14 @@ class Page:
         body = "".join("<tr>" + "".join(f"<td>{escape(cell(value))}</td>" for value in row) + "</tr>" for row in rows)
         self._parts.append(f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>')
 
-    def figure(self, figure: Any) -> None:
+    def figure(self, figure: Any, top: int = 40) -> None:
         """A plotly figure, as wide as the page.
 
         Args:
             figure: a plotly `Figure`.
+            top: pixels above it, for a menu or a legend.
         """
-        figure.update_layout(template="plotly_white", margin={"l": 60, "r": 20, "t": 40, "b": 60}, autosize=True)
+        figure.update_layout(template="plotly_white", margin={"l": 60, "r": 20, "t": top, "b": 60}, autosize=True)
         name = f"figure-{self._figures}"
         self._figures += 1
         self._parts.append(

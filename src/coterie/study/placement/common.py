@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 import coterie
-from coterie.errors import ConfigError
 from coterie.placement.candidates import Setting
 from coterie.placement.driver import choose, describe_trace
 from coterie.placement.metrics import average, measure
@@ -71,16 +70,3 @@ def notes(result: Mapping[str, Any], *further: str) -> list[str]:
         f"Devices: {devices}. Counts on recorded routing, means over layers; no time is measured. Seed "
         f"{result['seed']}; made with {made}.",
     ]
-
-
-def distinct(names: Sequence[str]) -> list[str]:
-    """Short names for traces, the folder and the ending left out.
-
-    Raises:
-        ConfigError: when two traces have the same.
-    """
-    short = [name.rstrip("/").rpartition("/")[2].partition(".")[0] for name in names]
-    for name in short:
-        if short.count(name) > 1:
-            raise ConfigError(f"{short.count(name)} traces are called {name!r}; give each once, or rename one")
-    return short
