@@ -9,6 +9,7 @@ import typer
 
 import coterie
 from coterie.cli import demo, evaluate, export, place, profile, record, study, trace_prune, widths
+from coterie.cli.advise import advise
 from coterie.cli.bake import bake
 from coterie.cli.bench import bench_offload
 from coterie.cli.bench_parallel import bench_parallel
@@ -76,6 +77,7 @@ app.command("compare")(place.compare)
 app.command("place")(place.place)
 app.command("drift")(drift)
 app.command("report")(report)
+app.command("advise")(advise)
 app.command("widths")(widths.widths)
 app.command("record")(record.record)
 app.command("profile")(profile.profile)
