@@ -21,6 +21,7 @@ from coterie.cli.drift import drift
 from coterie.cli.generate import generate
 from coterie.cli.generate_ep import generate_ep
 from coterie.cli.learn import learn
+from coterie.cli.loads import loads
 from coterie.cli.model_info import model_info
 from coterie.cli.pack import pack
 from coterie.cli.reorder import reorder
@@ -78,6 +79,7 @@ app.command("place")(place.place)
 app.command("drift")(drift)
 app.command("report")(report)
 app.command("advise")(advise)
+app.command("loads")(loads)
 app.command("widths")(widths.widths)
 app.command("record")(record.record)
 app.command("profile")(profile.profile)
