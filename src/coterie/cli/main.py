@@ -27,7 +27,7 @@ from coterie.cli.pack import pack
 from coterie.cli.reorder import reorder
 from coterie.cli.report import report
 from coterie.cli.simulate_offload import simulate_offload
-from coterie.cli.study_placement import study_pruning, study_stability, study_transfer
+from coterie.cli.study_placement import study_pruning, study_stability, study_tokens, study_transfer
 from coterie.cli.trace_import import trace_import
 from coterie.cli.trace_info import trace_info
 from coterie.cli.trace_synthesize import trace_synthesize
@@ -105,6 +105,7 @@ studies.command("widths")(study.study_widths)
 studies.command("stability")(study_stability)
 studies.command("transfer")(study_transfer)
 studies.command("pruning")(study_pruning)
+studies.command("tokens")(study_tokens)
 simulate.command("offload")(simulate_offload)
 benches.command("offload")(bench_offload)
 benches.command("parallel")(bench_parallel)

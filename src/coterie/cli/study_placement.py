@@ -1,4 +1,4 @@
-"""`coterie study stability`, `transfer` and `pruning`: CAP's figures on recorded routing."""
+"""`coterie study stability`, `transfer`, `pruning` and `tokens`: CAP's figures on recorded routing."""
 
 from __future__ import annotations
 
@@ -122,6 +122,35 @@ def study_pruning(
     rows = [[each["decile"], f"{each['uses']:.1%}", each["weight"]] for each in result["popularity"]]
     table(["popularity decile", "uses", "weight when chosen"], rows)
     table(pruning.columns(), pruning.rows(result), "placed before or after pruning; held out")
+    _said(out)
+
+
+def study_tokens(
+    source: TraceArgument,
+    heldout: HeldoutOption = 0.5,
+    topology: TopologyOption = "8",
+    method: MethodsOption = None,
+    out: OutOption = None,
+    format_name: FormatOption = None,
+    seed: SeedOption = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """How many tokens a placement takes until more of them change little (CAP: about 8,000)."""
+    from coterie.files import distinct
+    from coterie.study.placement import tokens
+
+    _prepare(out)
+    with warnings_as_notes(), progress() as listen:
+        setting = _setting(source, topology, format_name, seed, listen)
+        name = distinct([source], "traces")[0]
+        result = tokens.run(setting, name, heldout=heldout, methods=method or tokens.METHODS)
+    _leave(result, out, f"Tokens that placing takes, {name}", tokens.remarks, tokens.show)
+    if as_json:
+        emit_json(result)
+        return
+    table(["fitted on", "devices", "nodes", "B", "peak"], tokens.rows(result))
+    for name, each in result["methods"].items():
+        say(f"{name}: within {tokens.NEAR:.0%} of all earlier tokens' figures from {each['stable_from']:,} tokens on")
     _said(out)
 
 

@@ -1,4 +1,4 @@
-"""`coterie study stability`, `transfer` and `pruning` as a user sees them."""
+"""`coterie study stability`, `transfer`, `pruning` and `tokens` as a user sees them."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ STUDIES = [
     ("stability", ["a.safetensors", "--window", "100"], ["cap w0", "coterie w3"]),
     ("transfer", ["a.safetensors", "b.safetensors"], ["mixture", "peak traffic on another workload"]),
     ("pruning", ["a.safetensors", "--method", "cap"], ["popularity decile", "priced"]),
+    ("tokens", ["a.safetensors", "--method", "cap"], ["cap, 200 tokens", "tokens on"]),
 ]
 
 
