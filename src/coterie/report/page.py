@@ -64,6 +64,8 @@ class Page:
             top: pixels above it, for a menu or a legend.
         """
         figure.update_layout(template="plotly_white", margin={"l": 60, "r": 20, "t": top, "b": 60}, autosize=True)
+        if figure.layout.legend.orientation is None:  # beside the plot it would leave none of a phone's width
+            figure.update_layout(legend={"orientation": "h", "yanchor": "top", "y": -0.2, "x": 0})
         name = f"figure-{self._figures}"
         self._figures += 1
         self._parts.append(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -77,8 +77,7 @@ def device_loads(report: PlacementReport) -> Any:
         ranked_G = -np.sort(-report.device_load(name), axis=1).mean(axis=0)
         figure.add_bar(x=np.arange(1, ranked_G.size + 1), y=ranked_G.astype(np.float32), name=name)
     figure.update_layout(
-        barmode="group", xaxis_title="device of a layer, busiest first", yaxis_title="load over the mean",
-        legend=_LEGEND,
+        barmode="group", xaxis_title="device of a layer, busiest first", yaxis_title="load over the mean"
     )  # fmt: skip
     return figure
 
@@ -136,9 +135,7 @@ def spectrum(report: PlacementReport) -> Any:
             textposition=("top center", "bottom center")[number % 2], showlegend=False,
             marker={"size": 12, "symbol": "diamond"},
         )  # fmt: skip
-    figure.update_layout(
-        xaxis_title="devices per token (communication)", yaxis_title="B (imbalance of computation)", legend=_LEGEND
-    )
+    figure.update_layout(xaxis_title="devices per token (communication)", yaxis_title="B (imbalance of computation)")
     return figure
 
 
@@ -150,7 +147,7 @@ def over_time(report: PlacementReport, name: str, label: str) -> Any:
             x=report.windows, y=[row[name] for row in rows], name=placement, mode="lines+markers",
             line={"dash": "dot", "color": "#777"} if placement == "linear" else {},
         )  # fmt: skip
-    figure.update_layout(xaxis_title="first token of the window", yaxis_title=label, legend=_LEGEND)
+    figure.update_layout(xaxis_title="first token of the window", yaxis_title=label)
     return figure
 
 
@@ -170,12 +167,9 @@ def skew(report: PlacementReport) -> Any:
     figure.add_scatter(x=[0, 1], y=[0, 1], name="even use", mode="lines", line={"dash": "dot", "color": "#777"})
     figure.update_layout(
         xaxis={"title": f"share of the {pairs}, most used first", "tickformat": ".0%"},
-        yaxis={"title": "share of the uses", "tickformat": ".0%"}, legend=_LEGEND,
+        yaxis={"title": "share of the uses", "tickformat": ".0%"}
     )  # fmt: skip
     return figure
-
-
-_LEGEND: Mapping[str, Any] = {"orientation": "h", "yanchor": "bottom", "y": 1.0, "x": 0}
 
 
 def _main_first(report: PlacementReport) -> Sequence[str]:
