@@ -1,7 +1,7 @@
 """The page of `coterie report` for 61 layers of 256 experts on 4 x 8 devices: its size, and how long a browser takes.
 
-Routing is synthetic and short, and placements are random: only size and opening are measured. The time is from the start
-of navigation until all figures are drawn, by the browser's own clock, and the least of several openings in new profiles.
+Routing is synthetic and short, and placements are random: only size and opening are measured. The time is from the
+start of navigation until all figures are drawn, by the browser's own clock, the least of several new profiles.
 """
 
 from __future__ import annotations
