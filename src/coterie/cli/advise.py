@@ -65,6 +65,7 @@ def advise(
         return
     _show(advice.found, engine)
     if advice.found["gain"]:
+        say("to use it:" if out is not None else f"to use it, write it with --out {_FILE}, and then:")
         for command in use.commands:
             say(f"  {command}")
         for line in use.notes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -77,6 +78,10 @@ def place(
         int | None, typer.Option(help="Write so many placements, least traffic to best balance.")
     ] = None,
     heldout: Annotated[float, typer.Option(help="Share of the tokens that only measure; 0: fit on all.")] = 0.2,
+    also: Annotated[
+        list[str] | None,
+        typer.Option("--also", help="A further workload's trace, to serve all of them; may be repeated."),
+    ] = None,
     format_name: FormatOption = None,
     keep_groups: GroupsOption = None,
     seed: SeedOption = 0,
@@ -92,7 +97,7 @@ def place(
         raise ConfigError("--spectrum and --balance exclude each other: a spectrum holds every balance; give one")
     target = replacing(out) if spectrum is None else replacing_folder(out, INDEX)
     with target as temporary, warnings_as_notes(), progress() as listen:  # a place to write to, before the work
-        setting = _setting(source, topology, format_name, keep_groups, seed, listen)
+        setting = _setting(source, topology, format_name, keep_groups, seed, listen, also or ())
         if spectrum is None:
             placements = [driver.place(setting, method, balance, heldout)]
             placements[0].save(temporary)
@@ -119,12 +124,17 @@ def show_placements(placements: list[Placement]) -> None:
 
 
 def _setting(
-    source: str, topology: str, format_name: str | None, keep_groups: bool | None, seed: int, listen: Progress
-) -> Setting:
+    source: str, topology: str, format_name: str | None, keep_groups: bool | None, seed: int, listen: Progress,
+    also: Sequence[str] = (),
+) -> Setting:  # fmt: skip
     from coterie.placement.driver import prepare
     from coterie.topology import Topology
     from coterie.trace.open import open_trace
 
     parsed = Topology.parse(topology)
-    trace = open_trace(source, format=format_name, progress=listen)
-    return prepare(trace, parsed, seed=seed, keep_groups=keep_groups, progress=listen)
+    traces = [open_trace(each, format=format_name, progress=listen) for each in (source, *also)]
+    if len(traces) == 1:
+        return prepare(traces[0], parsed, seed=seed, keep_groups=keep_groups, progress=listen)
+    from coterie.placement.mixture import prepare_mixture
+
+    return prepare_mixture(traces, parsed, seed=seed, keep_groups=keep_groups, progress=listen)

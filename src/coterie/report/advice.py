@@ -106,7 +106,7 @@ def advise(setting: Setting, situation: Situation, heldout: float = 0.2) -> Advi
     worth = best != LINEAR and gain > WORTH and gain > STANDARD_ERRORS * error
     pick = best if worth else LINEAR
     unseen = {name: average(measure(setting.trace, devices[name], setting.topology, outer.second)) for name in
-              dict.fromkeys((LINEAR, pick))}  # fmt: skip
+              dict.fromkeys((*(each for each in (LINEAR, "eplb", "cap") if each in devices), pick))}  # fmt: skip
     found = {
         "recommended": pick,
         "gain": worth,

@@ -70,7 +70,18 @@ def how_to_use(engine: str, placement: Placement, file: str, model: str, backend
     export = ["coterie", "export", file, "--to", engine, "--out", str(target), "--model", model]
     flags = exporter.launch_flags(placement, placement.spec, target)
     start = {
-        "sglang": ["python", "-m", "sglang.launch_server", "--model-path", model, *flags, "--moe-a2a-backend", backend],
+        "sglang": [
+            "python",
+            "-m",
+            "sglang.launch_server",
+            "--model-path",
+            model,
+            "--tp-size",
+            devices,
+            *flags,
+            "--moe-a2a-backend",
+            backend,
+        ],
         "tensorrt-llm": ["trtllm-serve", model, *flags],
     }[engine]
     return Use((shlex.join(export), shlex.join(start)), tuple(exporter.launch_notes(placement, placement.spec, target)))

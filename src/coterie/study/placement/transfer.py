@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from coterie.errors import ConfigError
 from coterie.placement.candidates import Setting
 from coterie.placement.methods import get_method
+from coterie.placement.mixture import prepare_mixture
 from coterie.placement.numbering import EXPERT_ORDER_KEY, require_same_numbering
 from coterie.pruning.routed import linear_devices
 from coterie.study.placement.common import MEASURES, fit, head, means, notes
-from coterie.trace.mixture import mix, require_same_model
+from coterie.trace.mixture import require_same_model
 from coterie.trace.routing_trace import ALL_TOKENS, RoutingTrace
 from coterie.trace.splits import split
 
@@ -55,10 +56,9 @@ def run(
             trace.provenance.get(EXPERT_ORDER_KEY), f"trace {name}", held[0].provenance.get(EXPERT_ORDER_KEY), names[0]
         )
     parts = {name: split(trace, heldout) for name, trace in traces.items()}
-    provenance = {EXPERT_ORDER_KEY: held[0].provenance.get(EXPERT_ORDER_KEY)}
-    mixture, domain_T = mix(held, [part.first for part in parts.values()], provenance)
+    mixed = prepare_mixture(held, setting.topology, [part.first for part in parts.values()], seed=setting.seed)
     sources = [(name, replace(setting, trace=traces[name]), parts[name].first) for name in names]
-    sources.append((MIXTURE, replace(setting, trace=mixture, domain_T=domain_T), ALL_TOKENS))
+    sources.append((MIXTURE, replace(setting, trace=mixed.trace, domain_T=mixed.domain_T), ALL_TOKENS))
     linear = linear_devices(held[0].spec, setting.topology)
     measured = {
         LINEAR: {name: means(traces[name], linear, setting.topology, parts[name].second) for name in names}
@@ -76,7 +76,7 @@ def run(
     counts = {name: {"fit_tokens": part.num_first, "heldout_tokens": part.num_second} for name, part in parts.items()}
     return {
         **head("transfer", traces, setting, {"heldout": heldout, "methods": list(methods)}),
-        "tokens": {**counts, MIXTURE: {"fit_tokens": mixture.num_tokens}},
+        "tokens": {**counts, MIXTURE: {"fit_tokens": mixed.trace.num_tokens}},
         "linear": measured[LINEAR],
         "methods": found,
         "claims": {method: claims(found, measured[LINEAR], method) for method in methods if method != "eplb"},
