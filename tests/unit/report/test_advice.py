@@ -28,7 +28,8 @@ CALIBRATED = Topology(
 def even_trace(tokens: int = 2000) -> RoutingTrace:
     """Routing without any company or favourites: every placement is as good as another."""
     ids = np.argsort(np.random.default_rng(0).random((6, tokens, 16)), axis=2)[:, :, :4].astype(np.uint8)
-    return RoutingTrace(ids, MoESpec("even", 6, 16, 4), sequence_ids=np.arange(tokens, dtype=np.int32) // 50)
+    sequences = np.arange(tokens, dtype=np.int32) // 50
+    return RoutingTrace(ids, MoESpec("even", 6, 16, 4), sequence_ids=sequences, provenance={"synthetic": True})
 
 
 def test_company_is_worth_placing_by_and_the_figures_are_of_unseen_tokens(make_trace: Any) -> None:
