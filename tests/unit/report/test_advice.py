@@ -75,7 +75,7 @@ def test_no_gain_on_one_device(make_trace: Any) -> None:
 
 
 def test_without_an_all_to_all_only_balance_counts(make_trace: Any) -> None:
-    setting = prepare(make_trace(layers=16, tokens=4000, sequences=80), FOUR)
+    setting = prepare(make_trace(layers=12, tokens=3000, sequences=60), FOUR)
     found = advise(setting, Situation("none")).found
     assert found["compared_by"] == "B"
     assert "saves no traffic" in found["reason"]

@@ -25,6 +25,11 @@ MEASURES = {
 """The metrics that do not depend on where tokens live, and what pages call them."""
 
 
+def axis_label(measure: str) -> str:
+    """A metric's name, short enough to stand beside a plot on a phone."""
+    return MEASURES[measure].partition(",")[0]
+
+
 def fit(setting: Setting, method: str, tokens: TokenSelector) -> NDArray[np.int64]:
     """The default pick of a method, made from the selected tokens alone: the device of every expert, [L, E]."""
     candidates, point = choose(setting, method, tokens)

@@ -162,7 +162,7 @@ def show(page: Page, result: dict[str, Any]) -> None:
     graph = graph_objects()
     page.section(
         "Load imbalance against the threshold (CAP Fig. 9)",
-        "The paper: pruning takes more from cold experts, so imbalance rises with p, from 1.6 to 1.8.",
+        "The paper: pruning takes more from cold experts, so imbalance rises with p, from about 1.6 to 1.8.",
         "CAP's rule on held-out tokens; B of the experts of a layer, and of devices under the linear placement and "
         "under the one that was fitted on unpruned routing.",
     )

@@ -15,7 +15,7 @@ from coterie.errors import ConfigError, TraceError
 from coterie.placement.candidates import Setting
 from coterie.placement.methods import get_method
 from coterie.pruning.routed import linear_devices
-from coterie.study.placement.common import MEASURES, fit, head, means, notes
+from coterie.study.placement.common import MEASURES, axis_label, fit, head, means, notes
 
 if TYPE_CHECKING:
     from coterie.report.page import Page
@@ -151,7 +151,7 @@ def show(page: Page, result: dict[str, Any]) -> None:
                 x=[one["first_token"] for one in windows], y=each["values"][name], name=label, mode="lines+markers",
                 line={"dash": "dot", "color": "#777"} if label == LINEAR else {},
             )  # fmt: skip
-        figure.update_layout(xaxis_title="first token of the window", yaxis_title=MEASURES[name])
+        figure.update_layout(xaxis_title="first token of the window", yaxis_title=axis_label(name))
         page.figure(figure)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from coterie.placement.candidates import Setting
 from coterie.placement.methods import get_method
 from coterie.pruning.routed import linear_devices
-from coterie.study.placement.common import MEASURES, fit, head, means, notes
+from coterie.study.placement.common import MEASURES, axis_label, fit, head, means, notes
 from coterie.trace.splits import split
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def show(page: Page, result: dict[str, Any]) -> None:
                 mode="lines+markers",
             )  # fmt: skip
         figure.add_hline(y=result["linear"][name], line_dash="dot", annotation_text="linear")
-        figure.update_layout(xaxis={"title": "tokens fitted on", "type": "log"}, yaxis_title=MEASURES[name])
+        figure.update_layout(xaxis={"title": "tokens fitted on", "type": "log"}, yaxis_title=axis_label(name))
         page.figure(figure)
 
 
