@@ -134,8 +134,8 @@ def show(page: Page, result: dict[str, Any]) -> None:
     page.section(
         "Transfer between workloads (CAP Tables III and IV)",
         "The paper (Qwen3-30B-A3B; HumanEval, LMSYS-Chat, Arxiv): groupings from one workload have 4.25 to 4.49 "
-        "devices per token on the others, 4.14 to 4.34 on their own, the default placement 5.33 to 5.35; load imbalance "
-        "is 1.50 to 1.92 on the others, of the default 1.33 to 1.60.",
+        "devices per token on the others, 4.14 to 4.34 on their own, the default placement 5.33 to 5.35; load "
+        "imbalance is 1.50 to 1.92 on the others, of the default 1.33 to 1.60.",
         "Rows: where it is measured, on later sequences. Columns: whose earlier sequences it was fitted on; the "
         "mixture is all of them, interleaved, and so has more tokens. Fitted on it, the search averages the busiest "
         "device over the workloads, so that none is traded for another. EPLB, own: fitted on the row's own trace.",
