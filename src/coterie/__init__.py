@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from coterie.models.reorder_checkpoint import reorder as reorder
     from coterie.models.widths import apply_widths as apply_widths
     from coterie.offloading.model import offload as offload
-    from coterie.parallel.model import expert_parallel as expert_parallel
+    from coterie.parallel.expert_parallel import expert_parallel as expert_parallel
     from coterie.placement.placement import Placement as Placement
     from coterie.pruning.width_planning import plan_widths as plan_widths
     from coterie.spec import MoESpec as MoESpec
@@ -39,7 +39,7 @@ _HOME = {
     "bake": "coterie.models.bake",
     "unbake": "coterie.models.bake",
     "apply_widths": "coterie.models.widths",
-    "expert_parallel": "coterie.parallel.model",
+    "expert_parallel": "coterie.parallel.expert_parallel",
     "learn_values": "coterie.calibration.learning",
     "offload": "coterie.offloading.model",
     "pack": "coterie.models.pack",

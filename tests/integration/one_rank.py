@@ -13,8 +13,8 @@ import numpy as np
 
 from coterie.errors import CoterieError
 from coterie.models.load import load_tokenizer
+from coterie.parallel.expert_parallel import expert_parallel
 from coterie.parallel.generation import generate
-from coterie.parallel.model import expert_parallel
 from coterie.parallel.processes import Launch, ProcessComms, joined
 from coterie.placement.placement import Placement
 from coterie.spec import MoESpec

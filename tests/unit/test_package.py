@@ -82,6 +82,22 @@ def test_everything_exported_is_there() -> None:
             assert getattr(importlib.import_module(value.__module__), name) is value
 
 
+def test_nothing_exported_needs_torch_before_it_is_called() -> None:
+    """Whoever lacks torch is told what to install, by the call, and can look everything up."""
+    assert loaded_after("import coterie\nfor name in coterie.__all__: getattr(coterie, name)", *HEAVY[:2]) == set()
+    call = """
+    sys.modules["torch"] = None
+    import coterie
+    try:
+        coterie.expert_parallel("model", None, None)
+    except coterie.CoterieError as error:
+        assert "running models needs torch, which is not installed; run: pip install 'coterie[models]'" in str(error)
+    else:
+        raise AssertionError("it ran without torch")
+    """
+    loaded_after(call)
+
+
 def test_what_is_not_exported_is_no_attribute() -> None:
     with pytest.raises(AttributeError, match="module 'coterie' has no attribute 'Placements'"):
         coterie.Placements  # noqa: B018 - the access is the test

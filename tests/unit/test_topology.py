@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from coterie.errors import ConfigError, InfeasiblePlacement
@@ -83,6 +85,18 @@ def test_written_as_yaml(tmp_path: Path) -> None:
         ("slots_per_device: [2, 2]", "2 entries in slots_per_device, 1 devices"),
         ("slots_per_device: [0]", "an entry below 1"),
         ("slots_per_device: []", "0 entries"),
+        ("speed_per_device: [1, 2]", "2 entries in speed_per_device, 1 devices"),
+        ("speed_per_device: [0]", "holds 0; a speed is from 0.001 to 1000"),
+        ("speed_per_device: [.nan]", "a speed is from"),
+        ("speed_per_device: fast", "wrong type"),
+        ("speed_per_device: [true]", "wrong type"),
+        ("link_costs: [0]", "wrong type"),
+        ("link_costs: [[1]]", "0 to itself"),
+        ("link_costs: [[0], [0]]", "2 entries in link_costs, 1 devices"),
+        ("devices_per_node: 2\nlink_costs: [[0, 1], [0]]", "row 1 of link_costs has 1 entries"),
+        ("devices_per_node: 2\nlink_costs: [[0, 1], [2, 0]]", "1 from device 0 to 1 and 2 back"),
+        ("devices_per_node: 2\nlink_costs: [[0, 0], [0, 0]]", "0 from device 0 to 1"),
+        ("devices_per_node: 2\nlink_costs: [[0, .nan], [.nan, 0]]", "link_costs is nan"),
         ("inter_cost: .nan", "costs 1 to 1e6"),
         ("inter_cost: yes", "wrong type"),
         ("inter_cost: 1" + "0" * 400, "inter_cost in the topology is an integer too large"),
@@ -103,6 +117,32 @@ def test_yaml_that_cannot_be(tmp_path: Path, content: str, words: str | None) ->
     with pytest.raises(ConfigError, match=words) as raised:
         Topology.parse(str(path))
     assert "\n" not in str(raised.value)
+
+
+def test_unequal_devices_and_links(tmp_path: Path) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text(
+        "devices_per_node: 3\nspeed_per_device: [1, 0.5, 1]\nlink_costs: [[0, 1, 3], [1, 0, 3], [3, 3, 0]]\n"
+    )
+    found = Topology.parse(str(path))
+    assert found.speeds().tolist() == [1, 0.5, 1]
+    assert found.cost_matrix().tolist() == [[0, 1, 3], [1, 0, 3], [3, 3, 0]]
+    price_G, node = found.visit_prices()
+    assert price_G == pytest.approx([6 / 7, 6 / 7, 9 / 7])  # mean cost of a link: 2 to the first two, 3 to the last
+    assert node == 0
+    found.save(path)
+    assert Topology.parse(str(path)) == found
+    part = found.part(np.array([0, 2]), 2)
+    assert part.cost_matrix().tolist() == [[0, 3], [3, 0]]
+    assert (part.num_nodes, part.speed_per_device) == (2, (1, 1))
+
+
+@pytest.mark.parametrize("text", ["1", "4", "2x3,inter=5", "4x1,inter=3"])
+def test_the_default_costs_written_out_price_visits_alike(text: str) -> None:
+    plain = Topology.parse(text)
+    written = replace(plain, link_costs=tuple(map(tuple, plain.cost_matrix().tolist())))
+    for mine, theirs in zip(written.visit_prices(), plain.visit_prices(), strict=True):
+        np.testing.assert_allclose(mine, theirs)
 
 
 def test_a_binary_file_is_no_topology(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def _show(found: Mapping[str, Any], engine: str) -> None:
         copies = (
             f"; {slots} redundant slots a layer take {memory['redundant_bytes_per_device'] / 1e9:.2f} GB on a device"
         )
-        say(each + (copies if slots else ""))
+        say(each + (f"{copies} (coterie place --redundant {slots})" if slots else ""))
     say(
         found["reason"]
         if not found["gain"]

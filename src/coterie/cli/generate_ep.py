@@ -98,8 +98,8 @@ class _Asked:
         """Load, generate, and gather what it took; the result is rank 0's to print."""
         from coterie.models.load import load_tokenizer, parse_dtype
         from coterie.models.prune import prune_destinations
+        from coterie.parallel.expert_parallel import expert_parallel, require_size
         from coterie.parallel.generation import encode, generate
-        from coterie.parallel.model import expert_parallel, require_size
         from coterie.parallel.processes import agreed
         from coterie.parallel.traffic import summary
         from coterie.placement.placement import Placement

@@ -22,10 +22,22 @@ GroupsOption = Annotated[
     bool | None,
     typer.Option("--keep-groups/--no-keep-groups", help="Keep router groups whole; on by itself for n_group > 1."),
 ]
+RedundantOption = Annotated[
+    int, typer.Option("--redundant", min=0, help="Slots of a layer for copies of experts, on all devices together.")
+]
+DispatchOption = Annotated[
+    str,
+    typer.Option("--dispatch", help="How tokens choose copies: fewest-devices, or as engines do: nearest, random."),
+]
 COLUMNS = ("dpt", "npt", "balance", "peak_traffic", "remote_peak_traffic")
 LEGEND = (
     "devices, nodes: distinct ones a token visits; B: largest device load / mean; peak: share of the tokens that visit "
     "the busiest device (remote: from other devices); means over layers"
+)
+SPEEDS_LEGEND = "devices differ in speed: B is the longest time that one computes over the time in perfect balance"
+COPIES_LEGEND = (
+    "copies: a token takes the one that adds no device, else the one whose device has the least to do so far "
+    "(fewest-devices); engines: nearest (SGLang's static), random (its dynamic)"
 )
 HEADERS = ("devices", "nodes", "B", "peak", "remote peak")
 
@@ -36,6 +48,8 @@ def compare(
     heldout: Annotated[float, typer.Option(help="Share of the tokens, the latest sequences, that only measure.")] = 0.5,
     format_name: FormatOption = None,
     keep_groups: GroupsOption = None,
+    redundant: RedundantOption = 0,
+    dispatch: DispatchOption = "fewest-devices",
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
@@ -43,7 +57,7 @@ def compare(
     from coterie.placement.driver import compare as run
 
     with warnings_as_notes(), progress() as listen:
-        setting = _setting(source, topology, format_name, keep_groups, seed, listen)
+        setting = _setting(source, topology, format_name, keep_groups, seed, listen, redundant, dispatch)
         result = run(setting, heldout)
     if as_json:
         emit_json(result)
@@ -66,6 +80,10 @@ def show_comparison(result: dict[str, Any]) -> None:
     )
     table(["held out", *HEADERS, "devices vs linear", "peak vs linear", "time"], lines)
     say(LEGEND)
+    if result.get("redundant"):
+        say(COPIES_LEGEND)
+    if result["topology"].get("speed_per_device"):
+        say(SPEEDS_LEGEND)
 
 
 def place(
@@ -84,6 +102,8 @@ def place(
     ] = None,
     format_name: FormatOption = None,
     keep_groups: GroupsOption = None,
+    redundant: RedundantOption = 0,
+    dispatch: DispatchOption = "fewest-devices",
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
@@ -97,7 +117,9 @@ def place(
         raise ConfigError("--spectrum and --balance exclude each other: a spectrum holds every balance; give one")
     target = replacing(out) if spectrum is None else replacing_folder(out, INDEX)
     with target as temporary, warnings_as_notes(), progress() as listen:  # a place to write to, before the work
-        setting = _setting(source, topology, format_name, keep_groups, seed, listen, also or ())
+        setting = _setting(
+            source, topology, format_name, keep_groups, seed, listen, redundant, dispatch, also or ()
+        )  # fmt: skip
         if spectrum is None:
             placements = [driver.place(setting, method, balance, heldout)]
             placements[0].save(temporary)
@@ -119,22 +141,38 @@ def show_placements(placements: list[Placement]) -> None:
     for number, placement in enumerate(placements):
         for part, metrics in placement.metrics.items():
             lines.append([f"{number} {placement.method['name']} ({part})", *(metrics[key] for key in COLUMNS)])
+            for rule, values in metrics.get("by_rule", {}).items():
+                lines.append([f"  dispatched by {rule}", *(values[key] for key in COLUMNS)])
     table(["placement", *HEADERS], lines)
     say(LEGEND)
+    if any(placement.num_copies for placement in placements):
+        say(COPIES_LEGEND)
+    if any(placement.topology.speed_per_device for placement in placements):
+        say(SPEEDS_LEGEND)
 
 
 def _setting(
-    source: str, topology: str, format_name: str | None, keep_groups: bool | None, seed: int, listen: Progress,
+    source: str,
+    topology: str,
+    format_name: str | None,
+    keep_groups: bool | None,
+    seed: int,
+    listen: Progress,
+    redundant: int,
+    dispatch: str,
     also: Sequence[str] = (),
-) -> Setting:  # fmt: skip
+) -> Setting:
     from coterie.placement.driver import prepare
     from coterie.topology import Topology
     from coterie.trace.open import open_trace
 
     parsed = Topology.parse(topology)
     traces = [open_trace(each, format=format_name, progress=listen) for each in (source, *also)]
+    options: dict[str, Any] = {
+        "seed": seed, "keep_groups": keep_groups, "progress": listen, "redundant": redundant, "dispatch": dispatch,
+    }  # fmt: skip
     if len(traces) == 1:
-        return prepare(traces[0], parsed, seed=seed, keep_groups=keep_groups, progress=listen)
+        return prepare(traces[0], parsed, **options)
     from coterie.placement.mixture import prepare_mixture
 
-    return prepare_mixture(traces, parsed, seed=seed, keep_groups=keep_groups, progress=listen)
+    return prepare_mixture(traces, parsed, **options)

@@ -10,6 +10,7 @@ from coterie.engines.documents import parse_document
 from coterie.engines.maps import EngineFile, LayerRow, map_problems
 from coterie.errors import InfeasiblePlacement
 from coterie.files import write_text
+from coterie.placement.copies import FEWEST_DEVICES
 from coterie.placement.placement import Placement
 from coterie.spec import MoESpec
 
@@ -101,8 +102,13 @@ def export_file(exporter: Exporter, placement: Placement, path: str | Path, spec
     text = exporter.export(placement, spec)
     _check_reads_back(exporter, text, placement, spec)
     write_text(path, text)
-    flags = exporter.launch_flags(placement, spec, path)
-    return Exported(path, tuple(flags), tuple(exporter.launch_notes(placement, spec, path)))
+    flags, notes = exporter.launch_flags(placement, spec, path), exporter.launch_notes(placement, spec, path)
+    if placement.num_copies and placement.method.get("dispatch", FEWEST_DEVICES) == FEWEST_DEVICES:
+        notes.append(
+            "the copies were placed for tokens that take the one which adds no device; engines choose one expert at a "
+            "time: for these place with --dispatch nearest"
+        )
+    return Exported(path, tuple(flags), tuple(notes))
 
 
 def require_exportable(exporter: Exporter, placement: Placement, spec: MoESpec, path: Path) -> None:

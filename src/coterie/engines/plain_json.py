@@ -56,6 +56,8 @@ class PlainJsonExporter:
 
     def launch_notes(self, placement: Placement, spec: MoESpec, path: Path) -> list[str]:
         """How to use a placement where no file is read."""
+        if placement.num_copies:
+            return []  # only engines that read a file have copies
         return [
             "vLLM (0.32, 0.33) reads no placement file: its ranks own experts in order, so renumber the checkpoint's "
             "experts instead: coterie bake MODEL --placement PLACEMENT --out DIR",

@@ -38,19 +38,23 @@ class SGLangExporter:
     needs_model_layers = True
 
     def export(self, placement: Placement, spec: MoESpec) -> str:
-        """One row for each model layer; dense layers hold the experts in order."""
-        rows = [list(range(spec.num_experts))] * spec.num_model_layers
+        """One row for each model layer; dense layers hold the experts in order, beginning again for copies."""
+        slots = placement.physical_to_logical_map.shape[1]
+        rows = [[slot % spec.num_experts for slot in range(slots)]] * spec.num_model_layers
         for layer_id, row in zip(spec.layer_ids, placement.physical_to_logical_map.tolist(), strict=True):
             rows[layer_id] = row
         lines = ",\n".join(json.dumps(row) for row in rows)
         return f'{{"{_KEY}": [\n{lines}\n]}}\n'
 
     def launch_flags(self, placement: Placement, spec: MoESpec, path: Path) -> list[str]:
-        """The file, the expert-parallel size, and that tokens follow the file."""
+        """The file, the expert-parallel size, how many copies there are, and that tokens follow the file."""
+        copies = ["--ep-num-redundant-experts", str(placement.num_copies)] if placement.num_copies else []
+        by_chance = placement.num_copies and placement.method.get("dispatch") == "random"
         return [
+            *copies,
             "--init-expert-location", str(path),
             "--ep-size", str(placement.topology.num_devices),
-            "--ep-dispatch-algorithm", "static",
+            "--ep-dispatch-algorithm", "dynamic" if by_chance else "static",
         ]  # fmt: skip
 
     def launch_notes(self, placement: Placement, spec: MoESpec, path: Path) -> list[str]:

@@ -85,10 +85,12 @@ def _check_placement(
 ) -> tuple[EngineFile, list[str]]:
     """All that is wrong with a Coterie placement, where `Placement.load` stops at the first."""
     file = EngineFile()
-    own, slots = None, None
+    own, topology = None, None
     try:
         own = MoESpec.from_json(_mapping(document, "model"))
-        slots = Topology.from_json(_mapping(document, "topology")).slots(own.num_experts).tolist()
+        topology = Topology.from_json(_mapping(document, "topology"))
+        if topology.slots_per_device is None:
+            topology.slots(own.num_experts)  # with fewer experts than devices it cannot be
     except (ConfigError, InfeasiblePlacement) as error:
         file.problems.append(str(error))
     rows = document.get("physical_to_logical_map")
@@ -98,8 +100,7 @@ def _check_placement(
     for layer, row in enumerate(rows):
         experts = expert_list(row, f"layer {layer}", file.problems)
         if experts is not None:
-            fits = slots is not None and sum(slots) == len(experts)
-            file.rows.append(LayerRow(f"layer {layer}", experts, slots if fits else None))
+            file.rows.append(LayerRow(f"layer {layer}", experts, _slots(topology, len(experts))))
     problems = list(file.problems)
     if file.rows:
         problems += map_problems(file.rows, own.num_experts if own else None, num_devices, even=False)
@@ -113,6 +114,14 @@ def _check_placement(
         except CoterieError as error:
             problems.append(str(error).removeprefix(f"{path}: "))
     return file, problems
+
+
+def _slots(topology: Topology | None, count: int) -> list[int] | None:
+    """Slots of every device for a row of so many; None where the topology is not known or has others."""
+    if topology is None or count < topology.num_devices:
+        return None
+    given = topology.slots_per_device
+    return None if given is not None and sum(given) != count else topology.slots(count).tolist()
 
 
 def _mapping(document: dict[str, Any], key: str) -> dict[str, Any]:

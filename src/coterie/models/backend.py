@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+import importlib.util
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from coterie.errors import BackendUnavailable
+from coterie.errors import BackendUnavailable, ConfigError, unknown_name
 
 OLDEST, NEXT = (5, 23), (5, 26)  # versions of Transformers: what is undocumented is known to hold in between
 
@@ -36,6 +37,34 @@ def import_transformers() -> Any:
 
 def _text(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
+
+
+def kernel_module(name: str, modules: Mapping[str, str], model: Any) -> Any:
+    """The module with a kernel, imported.
+
+    Args:
+        name: of the kernel.
+        modules: the kernels there are: name to module.
+        model: what it is to run in.
+
+    Raises:
+        BackendUnavailable: when it needs Triton, which is not installed.
+        ConfigError: for an unknown kernel, or Triton on a CPU, unless its interpreter is asked for.
+    """
+    if name not in modules:
+        raise unknown_name("kernel", name, modules)
+    if name == "triton" and importlib.util.find_spec("triton") is None:
+        raise BackendUnavailable(
+            "kernel='triton' needs triton, which is not installed; run: pip install 'coterie[triton]'"
+        )
+    if name == "triton" and next(model.parameters()).device.type == "cpu":
+        runtime: Any = importlib.import_module("triton.knobs").runtime
+        if not runtime.interpret:
+            raise ConfigError(
+                "kernel='triton' runs on GPUs and the model is on the CPU: use kernel='torch' (with TRITON_INTERPRET=1 "
+                "in the environment it runs there too, slowly)"
+            )
+    return importlib.import_module(modules[name])
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from coterie.checkpoint.safetensors_io import read_headers
 from coterie.checkpoint.store_layout import StoreLayout
 from coterie.errors import CheckpointError, ConfigError
 from coterie.families import read_config, text_part
+from coterie.files import refuse_own_folder
 from coterie.models.checkpoint_identity import identity_of_checkpoint
 from coterie.models.identity import ORDER_KEY, order_digest
 from coterie.models.layers import expert_sizes, spec_of
@@ -70,8 +71,7 @@ def pack(
         ConfigError: for another model's profile, a folder that holds something else, or too little space.
     """
     source, target = resolve(model), Path(out)
-    if target.resolve().is_relative_to(source.resolve()) or source.resolve().is_relative_to(target.resolve()):
-        raise ConfigError(f"{target} is the model's own folder; name a new one, beside it")
+    refuse_own_folder(source, target)
     config = read_config(source / "config.json")
     refuse_quantised(config, source, "packed yet: pack the unquantised checkpoint")
     identity, skeleton = identity_of_checkpoint(source)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from coterie.errors import ConfigError, unknown_name
-from coterie.models.backend import import_transformers
+from coterie.models.backend import import_transformers, kernel_module
 from coterie.models.intercept import intercept
 from coterie.models.layers import MoELayer, spec_of
 from coterie.models.prune_counts import PruneCounter, PruneStats
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 Homes = Literal["rows"] | Sequence[int] | int | None
 RULES = ("cap", "naive", "priced")
+KERNELS = {"torch": "coterie.ops.prune_layer", "triton": "coterie.ops.prune_destinations_triton"}
 
 # families whose chosen weights always, or never, sum to one; the others say so by `norm_topk_prob`
 _RENORMALISES = {
@@ -47,6 +48,7 @@ def prune_destinations(
     homes: Homes = "rows",
     renormalise: bool | None = None,
     count: bool | PruneCounter = True,
+    kernel: str = "torch",
 ) -> Iterator[DestinationPruner]:
     """Drop destinations in every MoE layer while the block runs the model, in prefill and in generation.
 
@@ -70,22 +72,26 @@ def prune_destinations(
         renormalise: rescale a token's kept weights to the sum of all K; None: as the model does with its top-k
             weights (see `renormalises`).
         count: keep the figures that `DestinationPruner.stats` gives; a counter sums them up over several blocks.
+        kernel: "torch", or "triton" (experimental), which decides alike in one launch a layer, without gradients, for
+            at most 16 experts a token and not in float64.
 
     Yields:
         The pruner.
 
     Raises:
+        BackendUnavailable: when the kernel needs Triton and it is not installed.
         CheckpointError: when the model has no MoE layers that are recognised.
-        ConfigError: for an unknown rule, one without its strength, homes that are no devices, or a placement that
-            numbers the experts otherwise than the model (`coterie bake`).
+        ConfigError: for an unknown rule, one without its strength, homes that are no devices, a placement that
+            numbers the experts otherwise than the model (`coterie bake`), an unknown kernel, or a model that it does
+            not take: Triton's on a CPU, beyond top-16, or in float64.
         InfeasiblePlacement: when the placement is of another model or the experts do not fit the topology.
     """
     import_transformers()
-    spec = spec_of(model)
+    ops, spec = kernel_module(kernel, KERNELS, model), spec_of(model)
     device_LE, links = _where(spec, placement, topology, getattr(model.config, EXPERT_ORDER_KEY, None))
     pruner = DestinationPruner(
         spec, device_LE, links, _rule(rule, p, thetas, floor, (spec.num_layers, links.num_devices)),
-        _homes(homes, links.num_devices), renormalises(model) if renormalise is None else renormalise, count,
+        _homes(homes, links.num_devices), renormalises(model) if renormalise is None else renormalise, count, ops,
     )  # fmt: skip
     with ExitStack() as stack:
         # the first block tells how many rows the flattened tokens are of
@@ -107,11 +113,11 @@ class DestinationPruner:
 
     def __init__(
         self, spec: MoESpec, device_LE: NDArray[np.int64], topology: Topology, rule: PruningRule, homes: Homes,
-        renormalise: bool, count: bool | PruneCounter,
+        renormalise: bool, count: bool | PruneCounter, ops: Any,
     ) -> None:  # fmt: skip
         self.rule, self.topology, self.device_LE, self.renormalise = rule, topology, device_LE, renormalise
         self._torch = importlib.import_module("torch")
-        self._op = importlib.import_module("coterie.ops.prune_destinations")
+        self._ops, self._top_k = ops, spec.top_k  # ops: the module of the kernel
         self._homes = homes
         self._home_T: Any = None
         self._tables: list[tuple[Any, Any, Any]] = []  # of each layer: its experts' devices, links, thetas
@@ -133,14 +139,16 @@ class DestinationPruner:
     def attach(self, layers: Sequence[MoELayer]) -> None:
         """Put the tables beside each layer's router."""
         torch = self._torch
+        links_of = importlib.import_module("coterie.ops.prune_destinations").Links.of
         for layer, device_E in zip(layers, self.device_LE, strict=True):
             beside = next(layer.router.parameters())
+            self._ops.require_supported(self._top_k, beside.dtype)
             exact = torch.float64 if beside.dtype == torch.float64 else torch.float32
             theta_LG = self.rule.theta_LG if isinstance(self.rule, Priced) else None
             theta_G = None if theta_LG is None else torch.tensor(theta_LG[layer.index], dtype=exact)
             self._tables.append((
                 torch.tensor(device_E, device=beside.device),
-                self._op.Links.of(self.topology.cost_matrix(), beside.device, exact),
+                links_of(self.topology.cost_matrix(), beside.device, exact),
                 None if theta_G is None else theta_G.to(beside.device),
             ))  # fmt: skip
         if self._counter is not None:
@@ -166,18 +174,13 @@ class DestinationPruner:
     def decide(self, layer: int, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
         """The same experts, with weight zero where they are dropped."""
         device_E, links, theta_G = self._tables[layer]
-        device_TK = self._torch.index_select(device_E, 0, ids_TK.reshape(-1)).view(ids_TK.shape)
         home_T = None if self._home_T is None else self._home_T.to(device_E.device)
-        if isinstance(self.rule, Priced):
-            kept_TK = self._op.priced(device_TK, weights_TK, home_T, links, theta_G, self.rule.floor)
-        elif isinstance(self.rule, Cap):
-            kept_TK = self._op.cap(device_TK, weights_TK, home_T, links, self.rule.p)
-        else:
-            assert isinstance(self.rule, Naive)
-            kept_TK = self._op.naive(weights_TK, self.rule.p)
+        pruned = self._ops.prune(
+            self.rule, ids_TK, weights_TK, device_E, home_T, links, theta_G, renormalise=self.renormalise
+        )
         if self._counter is not None:
-            self._counter.add(layer, device_TK, weights_TK, kept_TK, home_T)
-        return ids_TK, self._op.apply(weights_TK, kept_TK, self.renormalise)
+            self._counter.add(layer, pruned.device_TK, weights_TK, pruned.kept_TK, home_T)
+        return ids_TK, pruned.weight_TK
 
 
 def renormalises(model: Any) -> bool:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from coterie.errors import BackendUnavailable, ConfigError, unknown_name
-from coterie.models.backend import import_transformers
+from coterie.errors import ConfigError
+from coterie.models.backend import import_transformers, kernel_module
 from coterie.models.identity import ORDER_KEY, identity_of, order_digest
 from coterie.models.layers import MoELayer, find_moe_layers
 from coterie.models.reorder import reordered
@@ -55,10 +54,11 @@ def apply_widths(
     Raises:
         BackendUnavailable: when the kernel needs Triton and it is not installed.
         CheckpointError: when the model's MoE layers are not recognised, or their experts are not gated and fused.
-        ConfigError: for a plan of another model or another order, an unknown kernel, or a block inside another.
+        ConfigError: for a plan of another model or another order, an unknown kernel, Triton on a CPU, or a block
+            inside another.
     """
     import_transformers()
-    run, layers = _kernel(kernel), find_moe_layers(model)
+    run, layers = kernel_module(kernel, KERNELS, model).gated_ffn, find_moe_layers(model)
     if any(hasattr(layer.experts, _MARK) for layer in layers):
         raise ConfigError("widths are applied to this model already; leave the other block first")
     with ExitStack() as stack:
@@ -137,17 +137,6 @@ class WidthExecution:
         if self._counter is None:
             raise ConfigError("nothing was counted: apply_widths was given count=False; leave it out")
         return self._counter.stats()
-
-
-def _kernel(name: str) -> Callable[..., Any]:
-    if name not in KERNELS:
-        raise unknown_name("kernel", name, KERNELS)
-    if name == "triton" and importlib.util.find_spec("triton") is None:
-        raise BackendUnavailable(
-            "kernel='triton' needs triton, which is not installed; run: pip install 'coterie[triton]'"
-        )
-    run: Callable[..., Any] = importlib.import_module(KERNELS[name]).gated_ffn
-    return run
 
 
 @contextmanager

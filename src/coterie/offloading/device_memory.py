@@ -59,6 +59,7 @@ class DeviceMemory:
         self._free_S: NDArray[np.bool_] = np.ones(blocks, np.bool_)
         self._slots: dict[tuple[int, int], list[int]] = {}
         self._arriving: dict[tuple[int, int], list[Event]] = {}
+        self.shared = False  # a block must be free before it is given to another expert
         self.beside_bytes = longest * layout.block_bytes + beside_bytes
         self.gathered_bytes = 0
 

@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -70,6 +70,10 @@ class Load:
                 self._ended.set()
 
 
+Room = Callable[[int], Callable[[], None]]
+"""(blocks that a read takes) -> what makes room for them."""
+
+
 @dataclass(frozen=True)
 class Read:
     """One read: whole blocks of one load; `into` is None where the link has a place of its own."""
@@ -78,6 +82,7 @@ class Read:
     first: int
     end: int
     into: memoryview | None
+    make_room: Callable[[], None] | None = None
 
 
 def blocks_a_read(layout: StoreLayout) -> int:
@@ -122,7 +127,9 @@ class Link:
         for thread in self._threads:
             thread.start()
 
-    def read(self, layer: int, expert: int, first: int, end: int, into: memoryview | None) -> Load:
+    def read(
+        self, layer: int, expert: int, first: int, end: int, into: memoryview | None, room: Room | None = None
+    ) -> Load:  # fmt: skip
         """Begin to read the blocks from `first` to before `end` of an expert.
 
         Args:
@@ -131,6 +138,8 @@ class Link:
             first: the first block.
             end: one past the last.
             into: where they go, aligned, as long as `StoreLayout.span` says; None: where the link itself puts them.
+            room: asked once for each part's blocks, in order; what it returns is called by the thread that reads the
+                part, before it reads, also when the load was cancelled meanwhile.
         """
         layout, load = self._store.layout, Load(layer, expert, first, end)
         step = blocks_a_read(layout)
@@ -140,7 +149,7 @@ class Link:
             stop = min(start + step, end)
             offset, nbytes = layout.span(start, stop)
             part = None if into is None else into[offset - base : offset - base + nbytes]
-            reads.append(Read(load, start, stop, part))
+            reads.append(Read(load, start, stop, part, None if room is None else room(stop - start)))
         load.expect(len(reads))
         for each in reads:
             self._queue.put(each)
@@ -159,13 +168,15 @@ class Link:
     def _work(self) -> None:
         while (each := self._queue.get()) is not None:
             error = None
-            if each.load.error is None and not each.load.cancelled:
-                try:
+            try:
+                if each.make_room is not None:
+                    each.make_room()
+                if each.load.error is None and not each.load.cancelled:
                     self._transfer(each)
-                except CheckpointError as reason:
-                    error = reason
-                except Exception as reason:  # whatever it is, somebody waits for this read
-                    error = CheckpointError(f"cannot read {self._store.experts_file}: {reason}")
+            except CheckpointError as reason:
+                error = reason
+            except Exception as reason:  # whatever it is, somebody waits for this read
+                error = CheckpointError(f"cannot read {self._store.experts_file}: {reason}")
             each.load.arrive(error)
 
     @contextmanager

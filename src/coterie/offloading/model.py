@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from coterie.offloading.device import Device
     from coterie.offloading.runtime import Runtime
+    from coterie.offloading.width_choice import WidthChoice
 
 Widths: TypeAlias = "Callable[[int, Tensor, Tensor], Tensor]"
 """(layer, topk_ids [T, K], topk_weights [T, K]) -> [T, K] integers from 0 to I: what `apply_widths` takes too."""
@@ -84,28 +85,24 @@ def offload(
     """
     opened = open_store(store)
     layout = opened.layout
-    shape = CacheShape(layout.num_layers, layout.num_experts, layout.blocks)
-    evictions, _ = make_policy(policy, shape), get_schedule(schedule)
+    evictions = make_policy(policy, CacheShape(layout.num_layers, layout.num_experts, layout.blocks))
+    get_schedule(schedule)  # an unknown one is refused before the work
     bound = widest(widths) if isinstance(widths, WidthPlan) else None
     import_transformers()
+    from coterie.offloading.flights import require_timeout
     from coterie.offloading.places import Places
     from coterie.offloading.runtime import Runtime
-    from coterie.offloading.width_choice import WidthChoice
     from coterie.ops.neuron_records import biases_of, gate_of
 
+    require_timeout(timeout)
     places = Places(opened, device, bound, threads)
     blocks = budget_blocks(budget, layout, places.free_bytes(), bound, places.beside_bytes)
     model = places.put(load_skeleton(opened.skeleton))
-    layers = find_moe_layers(model)
-    _require_same(model, layers, opened)
-    if use_cached and widths is None:
-        raise ConfigError("use_cached widens planned widths, and whole experts have no wider ones; give widths")
-    planned, most = _widths(model, opened, widths), _most(model, opened, use_cached)
-    choice = WidthChoice(layout.width, layout.block_neurons, planned, most, skip_misses)
+    layers = _layers(model, opened)
+    choice = _choice(model, opened, widths, use_cached, skip_misses)
+    gates, biases = [gate_of(layer.experts) for layer in layers], [biases_of(layer.experts) for layer in layers]
+    cache = ExpertCache(evictions.shape, blocks, evictions)
     memory, link = places.memory_and_link(blocks, check, direct, bandwidth, timeline, timeout)
-    gates = [gate_of(layer.experts) for layer in layers]
-    biases = [biases_of(layer.experts) for layer in layers]
-    cache = ExpertCache(shape, blocks, evictions)
     runtime = Runtime(
         opened, cache, memory, link, gates, choice, schedule, timeout, ahead, check, timeline, bandwidth,
         biases, observe,
@@ -117,15 +114,29 @@ def offload(
     return model
 
 
-def _require_same(model: Any, layers: list[MoELayer], store: ExpertStore) -> None:
-    """Refuse a store whose experts are not those of its skeleton."""
-    layout, identity = store.layout, identity_of(model)
+def _layers(model: Any, store: ExpertStore) -> list[MoELayer]:
+    """The skeleton's MoE layers; a store whose experts are not theirs is refused."""
+    layers, layout, identity = find_moe_layers(model), store.layout, identity_of(model)
     found = (len(layers), layers[0].num_experts)
     if identity != store.header.identity or found != (layout.num_layers, layout.num_experts):
         raise CheckpointError(
             f"{store.folder} holds the experts of the model {store.header.spec.model} with identity "
             f"{store.header.identity}, its skeleton has {identity}: they are of different models; pack the model again"
         )
+    return layers
+
+
+def _choice(
+    model: Any, store: ExpertStore, widths: WidthPlan | Widths | None, use_cached: bool | WidthPlan | Widths,
+    skip_misses: float | None,
+) -> WidthChoice:  # fmt: skip
+    """How wide slots run."""
+    from coterie.offloading.width_choice import WidthChoice
+
+    if use_cached and widths is None:
+        raise ConfigError("use_cached widens planned widths, and whole experts have no wider ones; give widths")
+    planned, most = _widths(model, store, widths), _most(model, store, use_cached)
+    return WidthChoice(store.layout.width, store.layout.block_neurons, planned, most, skip_misses)
 
 
 def _widths(model: Any, store: ExpertStore, widths: WidthPlan | Widths | None) -> Widths | None:

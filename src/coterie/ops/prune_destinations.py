@@ -2,7 +2,9 @@
 
 Every shape depends on shapes alone and nothing waits for the device, so the functions can be captured in a CUDA
 graph. They compute in float32 (float64 for float64 weights) and add every sum in the references' order: in float64
-they agree with them to the last tie; in float32 a share within rounding of a bound may fall on its other side.
+they agree with them to the last tie; in float32 a share within rounding of a bound may fall on its other side. `sum`
+and `cumsum` are left alone where a bound decides or weights come out: their order, and how exactly they add, is the
+device's own, and every device and `prune_destinations_triton` are to decide alike.
 
 Inside, arrays are [K, T]: the long axis is contiguous, and each of a token's K slots stands for its slot's whole
 device. Slots on one device carry equal values, so no device needs a column of its own and cost does not grow with
@@ -14,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -164,7 +167,7 @@ def naive(weight_TK: Tensor, p: float, before_TK: Tensor | None = None) -> Tenso
         share_KT = share_KT.masked_fill(~before_TK.t(), torch.inf)  # these come last, and are never within p
     slot_K1 = torch.arange(len(share_KT), device=share_KT.device, dtype=share_KT.dtype)[:, None]
     place_KT = _places((torch.lt, share_KT), (torch.gt, slot_K1))
-    dropped_KT = _in_order(share_KT, place_KT).cumsum(0)
+    dropped_KT = _running_sums(_in_order(share_KT, place_KT))
     count_T = (dropped_KT <= p + TOLERANCE).sum(0)
     return _written(place_KT >= count_T, before_TK)
 
@@ -185,9 +188,9 @@ def apply(weight_TK: Tensor, kept_TK: Tensor, renormalise: bool) -> Tensor:
         return weight_TK * kept_TK
     full_TK = weight_TK.to(_compute_dtype(weight_TK))
     kept_weight_TK = full_TK * kept_TK
-    all_T, kept_T = full_TK.sum(-1, keepdim=True), kept_weight_TK.sum(-1, keepdim=True)
+    all_T, kept_T = _sum_in_order(full_TK.t()), _sum_in_order(kept_weight_TK.t())
     scale_T = torch.where(kept_T > 0, all_T / kept_T, torch.ones_like(kept_T))
-    return (kept_weight_TK * scale_T).to(weight_TK.dtype)
+    return (kept_weight_TK * scale_T[:, None]).to(weight_TK.dtype)
 
 
 def kept_share(weight_TK: Tensor, kept_TK: Tensor) -> Tensor:
@@ -220,6 +223,11 @@ def _written(kept_KT: Tensor, before_TK: Tensor | None) -> Tensor:
 def _sum_in_order(terms_KT: Tensor) -> Tensor:
     """Sum over the first axis, one term after the other: `sum` may add in another order."""
     return reduce(torch.add, terms_KT.unbind(0))
+
+
+def _running_sums(terms_KT: Tensor) -> Tensor:
+    """Sums of the first terms, [K, T], each rounded: `cumsum` adds in float64 on CPUs and in other orders on GPUs."""
+    return torch.stack(list(accumulate(terms_KT.unbind(0), torch.add)))
 
 
 def _shares(weight_TK: Tensor, before_TK: Tensor | None) -> Tensor:
@@ -310,7 +318,7 @@ def _in_order(values_KT: Tensor, place_KT: Tensor) -> Tensor:
 
 def _fill(a_KT: Tensor, place_KT: Tensor, start_T: Tensor, need: float) -> tuple[Tensor, Tensor]:
     """Take devices in order while less than `need` is held: which slots are taken [K, T], and the weight held [T]."""
-    held_NT = torch.cat([start_T[None], _in_order(a_KT, place_KT)]).cumsum(0)  # before each place, and at the end
+    held_NT = _running_sums(torch.cat([start_T[None], _in_order(a_KT, place_KT)]))  # before each place, and at the end
     taken_T = (held_NT[:-1] < need).sum(0)
     return place_KT < taken_T, held_NT.gather(0, taken_T[None])[0]
 

@@ -29,7 +29,12 @@ class LayerPlacement:
 
     @classmethod
     def of(cls, placement: Placement, layer: int, device: torch.device | str = "cpu") -> LayerPlacement:
-        """The tables of one layer, on a torch device."""
+        """The tables of one layer, on a torch device.
+
+        Raises:
+            InfeasiblePlacement: when experts have copies.
+        """
+        placement.require_no_copies()
         slots_G = placement.slots_per_device
         start_P = torch.as_tensor(slots_G.cumsum() - slots_G).repeat_interleave(torch.as_tensor(slots_G))
         expert_P = torch.as_tensor(placement.physical_to_logical_map[layer])
@@ -41,6 +46,7 @@ class LayerPlacement:
 
 def experts_of_device(placement: Placement, layer: int, device: int) -> list[int]:
     """The experts of one device in the order of its slots: local expert i is the i-th."""
+    placement.require_no_copies()
     end = int(placement.slots_per_device[: device + 1].sum())
     start = end - int(placement.slots_per_device[device])
     return [int(expert) for expert in placement.physical_to_logical_map[layer, start:end]]

@@ -104,23 +104,25 @@ class Replay:
             kept[row] = rule.prune_layer(layer, tokens).reshape(kept[row].shape)
         return replace(self, kept_LGTK=kept)
 
-    def counts(self, step: int, device_LE: NDArray[np.int64]) -> list[StepCounts]:
-        """What a step asks of the devices, layer by layer; `device_LE` [layers of the trace, E]."""
+    def counts(self, step: int, device_LE: NDArray[Any], topology: Topology | None = None) -> list[StepCounts]:
+        """What a step asks of the devices, layer by layer; `device_LE` [layers of the trace, E], or [.., E, G].
+
+        `topology` is what the dispatch rule looks at, see `count_step`.
+        """
         part = slice(step * self.batch, (step + 1) * self.batch)
         return [
             count_step(
                 self._flat(self.ids_LGTK[row, :, part]), self._flat(self.kept_LGTK[row, :, part]), device_LE[layer],
-                self._homes(self.batch), self.num_devices,
+                self._homes(self.batch), self.num_devices, topology,
             )
             for row, layer in enumerate(self.layers)
         ]  # fmt: skip
 
-    def predict(
-        self, model: StepModel, device_LE: NDArray[np.int64], steps: Sequence[int] | None = None
-    ) -> list[LayerTime]:
+    def predict(self, model: StepModel, device_LE: NDArray[Any], steps: Sequence[int] | None = None) -> list[LayerTime]:
         """Predicted times of steps (None: all), each the sum over the replayed layers."""
         return [
-            model.step(self.counts(step, device_LE)) for step in (range(self.num_steps) if steps is None else steps)
+            model.step(self.counts(step, device_LE, model.topology))
+            for step in (range(self.num_steps) if steps is None else steps)
         ]
 
     def traffic(self, device_LE: NDArray[np.int64], topology: Topology) -> dict[str, float]:

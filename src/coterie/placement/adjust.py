@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.placement.balance import imbalance
 from coterie.placement.metrics import communication_cost
 from coterie.placement.problem import LayerProblem
 
@@ -18,10 +19,12 @@ def communication_objective(problem: LayerProblem, device_E: NDArray[np.int64]) 
     return communication_cost(problem.jaccard_EE, problem.topology.cost_matrix(), device_E)
 
 
-def load_imbalance(load_E: NDArray[Any], device_E: NDArray[np.int64], num_devices: int) -> float:
-    """B(pi) = max_g L_g / mean_g L_g, CAP eq. 4; 1 when nothing was routed at all."""
+def load_imbalance(
+    load_E: NDArray[Any], device_E: NDArray[np.int64], num_devices: int, speed_G: NDArray[np.float64] | None = None
+) -> float:
+    """B(pi) = max_g L_g / mean_g L_g, CAP eq. 4, of devices at these speeds (None: equal); see `imbalance`."""
     load_G = np.bincount(device_E, weights=load_E, minlength=num_devices)
-    return float(load_G.max() / load_G.mean()) if load_G.any() else 1.0
+    return imbalance(load_G, np.ones(num_devices) if speed_G is None else speed_G)
 
 
 def swap_costs(problem: LayerProblem, device_E: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -42,7 +45,8 @@ def adjustment(problem: LayerProblem, start_E: NDArray[np.int64], trade_off: flo
 
     Source: CAP §V-B. Each step swaps an expert of a device with the highest load with one of a device below
     the mean load, so that B (or, at equal B, the number of devices that have it) falls, by the swap that lowers
-    `trade_off * C + (1 - trade_off) * B` most; C is divided by the sum of p_ij (algorithms §2).
+    `trade_off * C + (1 - trade_off) * B` most; C is divided by the sum of p_ij (algorithms §2). What the paper says
+    of loads holds here of the time they take, load / speed.
 
     Args:
         problem: the layer.
@@ -52,20 +56,23 @@ def adjustment(problem: LayerProblem, start_E: NDArray[np.int64], trade_off: flo
     device_E = start_E.copy()
     path = [device_E.copy()]
     load_G = np.bincount(device_E, weights=problem.load_E, minlength=problem.num_devices)
-    mean = load_G.mean()
+    speed_G = problem.speed_G
+    mean = load_G.sum() / speed_G.sum()
     for _ in range(_MOST_STEPS):
-        highest = int(np.argmax(load_G))
+        busy_G = load_G / speed_G
+        highest = int(np.argmax(busy_G))
         first = np.flatnonzero(device_E == highest)
-        second = np.flatnonzero(load_G[device_E] < mean)
+        second = np.flatnonzero(busy_G[device_E] < mean)
         if not second.size:
             break
         shift = (problem.load_E[first, None] - problem.load_E[None, second]).astype(np.float64)
-        new_high = load_G[highest] - shift
-        new_low = load_G[device_E[second]][None, :] + shift
-        better = (shift > 0) & (np.maximum(new_high, new_low) < load_G[highest])
+        low = device_E[second]
+        new_high = (load_G[highest] - shift) / speed_G[highest]
+        new_low = (load_G[low][None, :] + shift) / speed_G[low][None, :]
+        better = (shift > 0) & (np.maximum(new_high, new_low) < busy_G[highest])
         if not better.any():
             break
-        rest = np.delete(load_G, highest).max()  # an upper bound: the low device's own load is below the mean
+        rest = np.delete(busy_G, highest).max()  # an upper bound: the low device's own load is below the mean
         balance = np.maximum(np.maximum(new_high, new_low), rest) / mean
         score = trade_off * swap_costs(problem, device_E)[np.ix_(first, second)] + (1 - trade_off) * balance
         i, j = np.unravel_index(np.argmin(np.where(better, score, np.inf)), score.shape)

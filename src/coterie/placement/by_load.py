@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import coterie
-from coterie.placement.balance import eplb, linear
+from coterie.placement.balance import eplb, imbalance, linear
 from coterie.placement.placement import Placement
 from coterie.placement.problem import LayerProblem
 from coterie.spec import MoESpec
@@ -16,14 +16,12 @@ from coterie.topology import Topology
 from coterie.trace.load_table import LoadTable, halves
 
 
-def balance(load_LE: NDArray[np.float64], device_LE: NDArray[np.int64], num_devices: int) -> float:
-    """B, the largest device load over the mean, the mean over layers that have any load."""
-    ratios = []
-    for load_E, device_E in zip(load_LE, device_LE, strict=True):
-        load_G = np.bincount(device_E, weights=load_E, minlength=num_devices)
-        if load_G.any():
-            ratios.append(float(load_G.max() / load_G.mean()))
-    return float(np.mean(ratios)) if ratios else 1.0
+def balance(load_LE: NDArray[np.float64], device_LE: NDArray[np.int64], topology: Topology) -> float:
+    """B, the mean over layers; a layer without any load counts as even."""
+    return float(np.mean([
+        imbalance(np.bincount(device_E, weights=load_E, minlength=topology.num_devices), topology.speeds())
+        for load_E, device_E in zip(load_LE, device_LE, strict=True)
+    ]))  # fmt: skip
 
 
 def place_by_load(table: LoadTable, topology: Topology, spec: MoESpec) -> tuple[Placement, dict[str, Any]]:
@@ -48,7 +46,7 @@ def place_by_load(table: LoadTable, topology: Topology, spec: MoESpec) -> tuple[
     placed = np.stack([eplb(_problem(load_E, topology, slots_G, spec)) for load_E in parts["fit"]])
     in_order = np.tile(linear(slots_G), (len(placed), 1))
     figures = {
-        name: {part: balance(load_LE, rows, topology.num_devices) for part, load_LE in parts.items()}
+        name: {part: balance(load_LE, rows, topology) for part, load_LE in parts.items()}
         for name, rows in (("linear", in_order), ("eplb", placed))
     }
     method = {

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.placement.methods import get_method
+from coterie.placement.copies import FEWEST_DEVICES
+from coterie.placement.methods import get_copy_method, get_method
 from coterie.placement.metrics import LayerMetrics, measure_layer
 from coterie.placement.objective import Objective
 from coterie.placement.parallel import map_layers
@@ -30,6 +32,8 @@ class Setting:
         seed: of every tie and search.
         keep_groups: whether router groups stay whole.
         progress: told how far it is.
+        redundant: slots of a layer for copies of experts.
+        dispatch: the rule by which tokens choose copies (`copies.RULES`).
         domain_T: [T] which workload every token of the trace is of, so that none is traded for another; None: one.
     """
 
@@ -39,6 +43,8 @@ class Setting:
     seed: int
     keep_groups: bool
     progress: Progress
+    redundant: int = 0
+    dispatch: str = FEWEST_DEVICES
     domain_T: NDArray[np.int64] | None = None
 
 
@@ -70,7 +76,7 @@ class Candidates:
     """What a method proposes for a model, fitted on one part of its trace.
 
     Attributes:
-        devices: for each layer [A, E] device of each expert.
+        devices: for each layer [A, E] device of each expert; with copies [A, E, G], the devices that hold each.
         fit: their metrics on the tokens they were fitted on.
         costs: for each layer [A] the cost that drift is likely to leave: averaged over windows of these tokens.
         balances: for each layer [A] likewise B: the mean of B over all tokens and of its average over windows. The
@@ -78,7 +84,7 @@ class Candidates:
         path: the way through them from cheapest to most balanced, by these costs and balances.
     """
 
-    devices: list[NDArray[np.int64]]
+    devices: list[NDArray[Any]]
     fit: Measured
     costs: list[NDArray[np.float64]]
     balances: list[NDArray[np.float64]]
@@ -88,8 +94,8 @@ class Candidates:
         """The objective at every point of the path, [S + 1]."""
         return self.path.means(self.costs) + objective.balance * self.path.means(self.balances)
 
-    def placement(self, point: int) -> NDArray[np.int64]:
-        """The device of every expert at a point of the path, [L, E]."""
+    def placement(self, point: int) -> NDArray[Any]:
+        """The device of every expert at a point of the path, [L, E]; with copies [L, E, G]."""
         return np.stack([rows[choice] for rows, choice in zip(self.devices, self.path.choice(point), strict=True)])
 
 
@@ -106,12 +112,14 @@ def propose(setting: Setting, method: str, tokens: TokenSelector, sample: int = 
         ConfigError: for an unknown method.
         InfeasiblePlacement: when the experts do not fit the topology.
     """
-    place, num_layers = get_method(method), setting.trace.num_layers
+    place = get_copy_method(method) if setting.redundant else get_method(method)
+    num_layers = setting.trace.num_layers
 
-    def one(layer: int) -> NDArray[np.int64]:
+    def one(layer: int) -> NDArray[Any]:
         problem = build_problem(
-            setting.trace, layer, setting.topology, tokens, setting.keep_groups, sample, setting.domain_T
-        )
+            setting.trace, layer, setting.topology, tokens, setting.keep_groups, sample, setting.redundant,
+            setting.dispatch, setting.domain_T,
+        )  # fmt: skip
         return place(problem, setting.objective, setting.seed + layer)
 
     devices = map_layers(one, num_layers, f"placing ({method})", setting.progress)
@@ -129,9 +137,10 @@ def measure_candidates(setting: Setting, candidates: Candidates, tokens: TokenSe
     return _measure(setting, candidates.devices, tokens)
 
 
-def _measure(setting: Setting, devices: Sequence[NDArray[np.int64]], tokens: TokenSelector) -> Measured:
+def _measure(setting: Setting, devices: Sequence[NDArray[Any]], tokens: TokenSelector) -> Measured:
     def one(layer: int) -> list[LayerMetrics]:
-        return [measure_layer(setting.trace, layer, row, setting.topology, tokens) for row in devices[layer]]
+        rows, rule = devices[layer], setting.dispatch
+        return [measure_layer(setting.trace, layer, row, setting.topology, tokens, rule) for row in rows]
 
     return Measured(map_layers(one, setting.trace.num_layers, "measuring", setting.progress))
 

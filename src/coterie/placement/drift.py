@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 import coterie
 from coterie.errors import ConfigError
 from coterie.placement.balance import linear
+from coterie.placement.copies import FEWEST_DEVICES
 from coterie.placement.driver import STANDARD_ERRORS, choose, describe_trace, prepare
 from coterie.placement.methods import METHODS
 from coterie.placement.metrics import SCALARS, LayerMetrics, average, measure
@@ -64,13 +66,23 @@ def drift(
     require_same_numbering(expert_order_of_placement(placement.method), "the placement", held, "the new trace")
     own = placement.method.get("name")
     chosen = method or (own if own in METHODS and own != "linear" else "coterie")
-    groups = placement.method.get("keep_groups") if trace.spec.num_groups > 1 else None
-    setting = prepare(trace, placement.topology, seed=seed, keep_groups=groups, progress=progress)
+    copies = placement.num_copies
+    groups = placement.method.get("keep_groups") if trace.spec.num_groups > 1 and not copies else None
+    setting = prepare(
+        trace, placement.topology, seed=seed, keep_groups=groups, progress=progress, redundant=copies,
+        dispatch=str(placement.method.get("dispatch", FEWEST_DEVICES)),
+    )  # fmt: skip
     parts = split(trace, heldout)
     candidates, point = choose(setting, chosen, parts.first, placement.method.get("balance") if not method else None)
-    in_order = np.tile(linear(placement.topology.slots(trace.spec.num_experts)), (trace.num_layers, 1))
-    devices = {"now": placement.device_of_expert(), "fresh": candidates.placement(point), "linear": in_order}
-    layers = {name: measure(trace, rows, placement.topology, parts.second) for name, rows in devices.items()}
+    held_now = placement.hosts() if copies else placement.device_of_expert()
+    evenly = (
+        replace(placement.topology, slots_per_device=None) if copies else placement.topology
+    )  # linear has no copies
+    in_order = np.tile(linear(evenly.slots(trace.spec.num_experts)), (trace.num_layers, 1))
+    devices = {"now": held_now, "fresh": candidates.placement(point), "linear": in_order}
+    layers = {
+        name: measure(trace, rows, placement.topology, parts.second, setting.dispatch) for name, rows in devices.items()
+    }
     scores = {name: _score(setting.objective, rows) for name, rows in layers.items()}
     then = placement.metrics.get("heldout")
     told = {"then": {name: then[name] for name in SCALARS if name in then}} if then else {}

@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import coterie
-from coterie.errors import ConfigError, InfeasiblePlacement
+from coterie.errors import ConfigError, InfeasiblePlacement, unknown_name
 from coterie.placement.candidates import Candidates, Measured, Setting, measure_candidates, propose
+from coterie.placement.copies import FEWEST_DEVICES, RULES
 from coterie.placement.groups import has_freedom
 from coterie.placement.metrics import LayerMetrics, full_metrics
 from coterie.placement.numbering import EXPERT_ORDER_KEY
@@ -40,6 +41,8 @@ def prepare(
     keep_groups: bool | None = None,
     objective: Objective | None = None,
     progress: Progress = silent,
+    redundant: int = 0,
+    dispatch: str = FEWEST_DEVICES,
 ) -> Setting:
     """The setting that `place`, `spectrum` and `compare` work in.
 
@@ -50,13 +53,20 @@ def prepare(
         keep_groups: keep router groups whole; None: if the model routes by groups.
         objective: what is minimised; None: the default for the topology.
         progress: told how far it is.
+        redundant: slots of a layer for copies of experts.
+        dispatch: the rule by which tokens choose copies, one of `copies.RULES`.
 
     Raises:
         InfeasiblePlacement: when the experts do not fit the topology.
-        ConfigError: when groups are to be kept and the model has none.
+        ConfigError: when groups are to be kept and the model has none, or copies are wanted that cannot be.
     """
     spec = trace.spec
-    topology.slots(spec.num_experts)
+    if dispatch not in RULES:
+        raise unknown_name("dispatch rule", dispatch, RULES)
+    slots_G = topology.slots(spec.num_experts + redundant)
+    if redundant:
+        _check_copies(redundant, int(slots_G.max()), spec.num_experts, topology, keep_groups=keep_groups)
+        keep_groups = False  # groups matter where experts are renumbered; copies cannot be
     suspicion = rebuilt_from_histogram(trace)
     if suspicion:
         warnings.warn(f"the trace may be rebuilt from load histograms: {suspicion}; {REBUILT}", stacklevel=2)
@@ -69,7 +79,24 @@ def prepare(
             "same traffic; use another number of devices",
             stacklevel=2,
         )
-    return Setting(trace, topology, objective or Objective.for_topology(topology), seed, grouped, progress)
+    objective = objective or Objective.for_topology(topology)
+    return Setting(trace, topology, objective, seed, grouped, progress, redundant, dispatch)
+
+
+def _check_copies(
+    redundant: int, most_slots: int, num_experts: int, topology: Topology, *, keep_groups: bool | None
+) -> None:
+    if redundant < 0:
+        raise ConfigError(f"--redundant {redundant}; slots for copies are at least 0")
+    if most_slots > num_experts:
+        raise ConfigError(
+            f"--redundant {redundant} gives a device of {topology} {most_slots} slots; a device holds each of "
+            f"{num_experts} experts once at most: use {num_experts * (topology.num_devices - 1)} at most"
+        )
+    if keep_groups:
+        raise ConfigError(
+            "--keep-groups and --redundant exclude each other: groups are kept for renumbering, which has no copies"
+        )
 
 
 def place(setting: Setting, method: str = "coterie", balance: float | None = None, heldout: float = 0.2) -> Placement:
@@ -127,7 +154,8 @@ def compare(setting: Setting, heldout: float = 0.5, methods: Sequence[str] = COM
         seconds = time.perf_counter() - started
         device_LE = candidates.placement(point)
         fit, unseen = (
-            full_metrics(setting.trace, device_LE, setting.topology, part) for part in (parts.first, parts.second)
+            full_metrics(setting.trace, device_LE, setting.topology, part, setting.dispatch)
+            for part in (parts.first, parts.second)
         )
         rows[method] = {**fit, "seconds": seconds, "heldout": unseen}
     about = {"fit_tokens": parts.num_first, "heldout_tokens": parts.num_second, "split_by": parts.by}
@@ -135,6 +163,7 @@ def compare(setting: Setting, heldout: float = 0.5, methods: Sequence[str] = COM
         "methods": rows,
         "trace": {**describe_trace(setting.trace), **about},
         "topology": setting.topology.to_json(),
+        **({"redundant": setting.redundant, "dispatch": setting.dispatch} if setting.redundant else {}),
         "seed": setting.seed,
         "objective": setting.objective.to_json(),
         "coterie": coterie.__version__,
@@ -239,7 +268,7 @@ def _placement(
 ) -> Placement:  # fmt: skip
     device_LE = candidates.placement(point)
     metrics = {
-        name: full_metrics(setting.trace, device_LE, setting.topology, tokens)
+        name: full_metrics(setting.trace, device_LE, setting.topology, tokens, setting.dispatch)
         for name, tokens in zip(("fit", "heldout"), parts, strict=True)
         if tokens is not None
     }
@@ -249,11 +278,13 @@ def _placement(
         "point": point,
         "seed": setting.seed,
         "keep_groups": setting.keep_groups,
+        **({"redundant": setting.redundant, "dispatch": setting.dispatch} if setting.redundant else {}),
         "objective": setting.objective.to_json(),
         "trace": describe_trace(setting.trace),
         "coterie": coterie.__version__,
     }
-    return Placement.from_devices(device_LE, setting.topology, setting.trace.spec, about, metrics)
+    make = Placement.from_hosts if setting.redundant else Placement.from_devices
+    return make(device_LE, setting.topology, setting.trace.spec, about, metrics)
 
 
 def describe_trace(trace: RoutingTrace) -> dict[str, Any]:

@@ -9,7 +9,7 @@ groups as vertices; where a group spans several devices, (b) is one placement pr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +54,7 @@ def coarsen(problem: LayerProblem) -> Coarse | None:
     slots_N = problem.slots_G.reshape(topology.num_nodes, -1).sum(axis=1)
     for slots, device_blocks in ((problem.slots_G, True), (slots_N, False)):
         if (slots % size == 0).all() and slots.size > 1:
-            parts = topology if device_blocks else Topology(num_nodes=1, devices_per_node=topology.num_nodes)
+            parts = topology if device_blocks else nodes_as_devices(topology)
             return Coarse(_contract(problem, size, parts, slots // size), device_blocks, problem.slots_G, size)
     return None
 
@@ -91,8 +91,15 @@ def _contract(problem: LayerProblem, size: int, topology: Topology, slots: NDArr
     groups_UK = np.where(problem.sets_UK == NO_EXPERT, num_groups, problem.sets_UK // size)
     kept_UK = groups_UK != num_groups
     kept_UK[:, 1:] &= groups_UK[:, 1:] != groups_UK[:, :-1]  # experts stand in rising order, so groups do too
-    return _rebuild(problem, np.where(kept_UK, groups_UK, 0), kept_UK, num_groups, topology, slots,
+    return on_other_vertices(problem, np.where(kept_UK, groups_UK, 0), kept_UK, num_groups, topology, slots,
                     problem.load_E.reshape(num_groups, size).sum(axis=1))  # fmt: skip
+
+
+def nodes_as_devices(topology: Topology) -> Topology:
+    """Every node as one device, as fast as all of its devices together."""
+    speeds = topology.speeds().reshape(topology.num_nodes, -1).sum(axis=1) / topology.devices_per_node
+    unequal = topology.speed_per_device is not None
+    return Topology(1, topology.num_nodes, speed_per_device=tuple(speeds.tolist()) if unequal else None)
 
 
 def _restrict(
@@ -102,15 +109,14 @@ def _restrict(
     kept_UK = (problem.sets_UK >= first) & (problem.sets_UK < first + size)
     nodes = np.unique(problem.topology.node_of_device()[devices], return_counts=True)[1]
     even = nodes.size > 1 and (nodes == nodes[0]).all()
-    topology = replace(
-        problem.topology, slots_per_device=None, num_nodes=nodes.size if even else 1,
-        devices_per_node=int(nodes[0]) if even else devices.size,
-    )  # fmt: skip
+    topology = problem.topology.part(devices, nodes.size if even else 1)
     load = problem.load_E[first : first + size]
-    return _rebuild(problem, np.where(kept_UK, problem.sets_UK - first, 0), kept_UK, size, topology, slots, load)
+    return on_other_vertices(
+        problem, np.where(kept_UK, problem.sets_UK - first, 0), kept_UK, size, topology, slots, load
+    )
 
 
-def _rebuild(
+def on_other_vertices(
     problem: LayerProblem, ids_UK: NDArray[np.int32], kept_UK: NDArray[np.bool_], num_vertices: int,
     topology: Topology, slots: NDArray[np.int64], load: NDArray[np.int64],
 ) -> LayerProblem:  # fmt: skip

@@ -8,14 +8,16 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import unknown_name
+from coterie.errors import ConfigError, unknown_name
 from coterie.placement.adjust import adjustment
 from coterie.placement.balance import eplb, linear
+from coterie.placement.copy_baselines import cap_copies, eplb_copies, linear_copies
 from coterie.placement.greedy import algorithm_1
 from coterie.placement.groups import place_in_groups
 from coterie.placement.objective import Objective
 from coterie.placement.problem import LayerProblem
 from coterie.placement.refine import refine
+from coterie.placement.replicate import replicate
 
 _MOST_CANDIDATES = 64
 
@@ -28,12 +30,20 @@ class PlacementMethod(Protocol):
         ...
 
 
+class CopyMethod(Protocol):
+    """Proposes placements of one layer with more slots than experts; no device holds two copies of one expert."""
+
+    def __call__(self, problem: LayerProblem, objective: Objective, seed: int) -> NDArray[np.bool_]:
+        """Candidates as the devices that hold each expert, [A, E, G]."""
+        ...
+
+
 def _linear(problem: LayerProblem, objective: Objective, seed: int) -> NDArray[np.int64]:
     return linear(problem.slots_G)[None]
 
 
 def _eplb(problem: LayerProblem, objective: Objective, seed: int) -> NDArray[np.int64]:
-    return _grouped(problem, eplb)[None]
+    return _grouped(problem.without_speeds(), eplb)[None]
 
 
 def _cap(problem: LayerProblem, objective: Objective, seed: int) -> NDArray[np.int64]:
@@ -42,7 +52,7 @@ def _cap(problem: LayerProblem, objective: Objective, seed: int) -> NDArray[np.i
 
 def _cap_spectrum(problem: LayerProblem, objective: Objective, seed: int) -> NDArray[np.int64]:
     """CAP's adjustment; with groups kept whole its swaps would break them, so only the start remains."""
-    start = _cap(problem, objective, seed)
+    problem, start = problem.without_speeds(), _cap(problem, objective, seed)
     if problem.num_groups > 1:
         return start
     path = adjustment(problem, start[0])
@@ -66,6 +76,27 @@ METHODS: dict[str, PlacementMethod] = {
     "cap-spectrum": _cap_spectrum,
     "coterie": _coterie,
 }
+
+
+COPY_METHODS: dict[str, CopyMethod] = {
+    "linear": linear_copies,
+    "eplb": eplb_copies,
+    "cap": cap_copies,
+    "coterie": replicate,
+}
+
+
+def get_copy_method(name: str) -> CopyMethod:
+    """The method of this name for machines with slots to spare.
+
+    Raises:
+        ConfigError: for an unknown name, with the nearest known one, or one that places every expert once.
+    """
+    if name in METHODS and name not in COPY_METHODS:
+        raise ConfigError(f"{name} places every expert once; with --redundant use {', '.join(COPY_METHODS)}")
+    if name not in COPY_METHODS:
+        raise unknown_name("placement method", name, COPY_METHODS)
+    return COPY_METHODS[name]
 
 
 def get_method(name: str) -> PlacementMethod:

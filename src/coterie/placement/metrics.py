@@ -10,6 +10,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from coterie.placement.balance import imbalance
+from coterie.placement.copies import FEWEST_DEVICES, RULES, Copies, Dispatch
 from coterie.profile.coactivation import coactivation_counts, jaccard
 from coterie.topology import Topology
 from coterie.trace.check import pieces
@@ -27,7 +29,8 @@ class LayerMetrics:
         remote_dpt: the same without the token's home.
         npt: nodes per token.
         remote_npt: the same without the home's node.
-        balance: B, the largest device load over the mean; load counts kept token-expert pairs.
+        balance: B, the largest device load over the mean; load counts kept token-expert pairs. On devices of unequal
+            speed: the longest time that a device computes over what it would be if all were busy equally long.
         peak_traffic: share of the tokens that visit the busiest device.
         remote_peak_traffic: the same counting visits from other homes only.
         traffic_GG: [G, G] copies per token from home (row) to device (column), the home's own on the diagonal.
@@ -70,16 +73,18 @@ def _count(
 
 
 def measure_layer(
-    trace: RoutingTrace, layer: int, device_E: NDArray[Any], topology: Topology, tokens: TokenSelector
-) -> LayerMetrics:
+    trace: RoutingTrace, layer: int, device_E: NDArray[Any], topology: Topology, tokens: TokenSelector,
+    rule: str = FEWEST_DEVICES,
+) -> LayerMetrics:  # fmt: skip
     """The metrics of one layer on the selected tokens, read a bounded piece at a time.
 
     Args:
         trace: the routing.
         layer: MoE layer.
-        device_E: [E] device of each expert.
+        device_E: [E] device of each expert; or [E, G] bool, the devices that hold a copy of each.
         topology: devices and nodes.
         tokens: which tokens to measure.
+        rule: with copies, the dispatch rule (`copies.RULES`).
     """
     num_devices = topology.num_devices
     load_G = np.zeros(num_devices, dtype=np.int64)
@@ -87,16 +92,24 @@ def measure_layer(
     nodes_NN = np.zeros((topology.num_nodes, topology.num_nodes), dtype=np.int64)
     homes_T = trace.homes(num_devices, tokens)
     routing = trace.layer(layer, tokens)
-    kept_TK, devices, node_G = routing.kept(), np.asarray(device_E, dtype=np.int64), topology.node_of_device()
+    kept_TK, devices, node_G = routing.kept(), np.asarray(device_E), topology.node_of_device()
+    copies = Copies.of(devices) if devices.ndim == 2 else None
+    dispatch = None if copies is None else Dispatch(copies, topology, rule)
+    devices = devices.astype(np.int64) if copies is None else copies.device_P
     for piece in pieces(len(homes_T)):
-        _count(
-            routing.expert_ids_TK[piece], kept_TK[piece], devices, node_G, homes_T[piece], load_G, traffic_GG, nodes_NN
-        )
-    return _metrics(load_G, traffic_GG, nodes_NN, len(homes_T))
+        ids_TK = routing.expert_ids_TK[piece]
+        if dispatch is not None:
+            ids_TK = dispatch.choose(ids_TK, kept_TK[piece], homes_T[piece])
+        _count(ids_TK, kept_TK[piece], devices, node_G, homes_T[piece], load_G, traffic_GG, nodes_NN)
+    return _metrics(load_G, traffic_GG, nodes_NN, len(homes_T), topology.speeds())
 
 
 def _metrics(
-    load_G: NDArray[np.int64], traffic_GG: NDArray[np.int64], nodes_NN: NDArray[np.int64], num_tokens: int
+    load_G: NDArray[np.int64],
+    traffic_GG: NDArray[np.int64],
+    nodes_NN: NDArray[np.int64],
+    num_tokens: int,
+    speed_G: NDArray[np.float64],
 ) -> LayerMetrics:
     remote_GG = traffic_GG - np.diag(np.diag(traffic_GG))
     return LayerMetrics(
@@ -104,7 +117,7 @@ def _metrics(
         remote_dpt=float(remote_GG.sum() / num_tokens),
         npt=float(nodes_NN.sum() / num_tokens),
         remote_npt=float((nodes_NN.sum() - np.trace(nodes_NN)) / num_tokens),
-        balance=float(load_G.max() / load_G.mean()) if load_G.any() else 1.0,
+        balance=imbalance(load_G, speed_G),
         peak_traffic=float(traffic_GG.sum(axis=0).max() / num_tokens),
         remote_peak_traffic=float(remote_GG.sum(axis=0).max() / num_tokens),
         traffic_GG=traffic_GG / num_tokens,
@@ -112,10 +125,11 @@ def _metrics(
 
 
 def measure(
-    trace: RoutingTrace, device_LE: NDArray[Any], topology: Topology, tokens: TokenSelector
-) -> list[LayerMetrics]:
-    """The metrics of every layer, for a placement given as the device of each expert, [L, E]."""
-    return [measure_layer(trace, layer, device_LE[layer], topology, tokens) for layer in range(trace.num_layers)]
+    trace: RoutingTrace, device_LE: NDArray[Any], topology: Topology, tokens: TokenSelector,
+    rule: str = FEWEST_DEVICES,
+) -> list[LayerMetrics]:  # fmt: skip
+    """The metrics of every layer, for a placement given as the device of each expert, [L, E]; or [L, E, G] hosts."""
+    return [measure_layer(trace, layer, device_LE[layer], topology, tokens, rule) for layer in range(trace.num_layers)]
 
 
 def communication_costs(
@@ -131,19 +145,41 @@ def communication_costs(
 
 
 def communication_cost(p_EE: NDArray[np.float64], cost_GG: NDArray[np.float64], device_E: NDArray[Any]) -> float:
-    """C(pi) = sum over i < j of p_ij d(pi(i), pi(j)), CAP eq. 2, divided by the sum of p_ij; 0 without company."""
+    """C(pi) = sum over i < j of p_ij d(pi(i), pi(j)), CAP eq. 2, divided by the sum of p_ij; 0 without company.
+
+    With copies, `device_E` being [E, G], the distance is that of the two nearest copies.
+    """
     total = p_EE.sum()
+    if device_E.ndim == 2:
+        return float((p_EE * _nearest(device_E, cost_GG)).sum() / total) if total > 0 else 0.0
     return float((p_EE * cost_GG[np.ix_(device_E, device_E)]).sum() / total) if total > 0 else 0.0
 
 
+def _nearest(hosts_EG: NDArray[np.bool_], cost_GG: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Cost between the nearest copies of every two experts, [E, E]."""
+    to_EG = np.stack([cost_GG[hosts].min(axis=0) for hosts in hosts_EG])
+    return np.stack([to_EG[:, hosts].min(axis=1) for hosts in hosts_EG], axis=1)
+
+
 def full_metrics(
-    trace: RoutingTrace, device_LE: NDArray[Any], topology: Topology, tokens: TokenSelector
-) -> dict[str, Any]:
+    trace: RoutingTrace, device_LE: NDArray[Any], topology: Topology, tokens: TokenSelector,
+    rule: str = FEWEST_DEVICES,
+) -> dict[str, Any]:  # fmt: skip
     """Every metric of a placement on the selected tokens, as files and `--json` hold them.
 
-    `summarise` of its layers, and "communication": the mean over layers of CAP's C(pi) (`communication_costs`).
+    `summarise` of its layers, and "communication": the mean over layers of CAP's C(pi) (`communication_costs`). Where
+    the topology gives `link_costs`, also "link_cost": a token's copies times the cost of their links from its home.
+    With copies the figures are those of "dispatch", the given rule; "by_rule" has the means under the others.
     """
-    summary = summarise(measure(trace, device_LE, topology, tokens), trace.spec.hidden_size)
+    layers = measure(trace, device_LE, topology, tokens, rule)
+    summary = summarise(layers, trace.spec.hidden_size)
+    if topology.link_costs is not None:
+        summary["link_cost"] = float(np.mean([(layer.traffic_GG * topology.cost_matrix()).sum() for layer in layers]))
+    if device_LE.ndim == 3:
+        summary["dispatch"] = rule
+        summary["by_rule"] = {
+            other: average(measure(trace, device_LE, topology, tokens, other)) for other in RULES if other != rule
+        }
     costs = communication_costs(trace, device_LE, topology, tokens)
     summary["communication"] = float(np.mean(costs))
     summary["layers"]["communication"] = [round(cost, 6) for cost in costs]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from coterie.placement.candidates import Setting
 from coterie.placement.driver import prepare
@@ -22,6 +23,7 @@ def prepare_mixture(
     seed: int = 0,
     keep_groups: bool | None = None,
     progress: Progress = silent,
+    **copies: Any,
 ) -> Setting:
     """A setting whose trace interleaves several; the search averages the busiest device over them.
 
@@ -34,6 +36,7 @@ def prepare_mixture(
         seed: of every tie and search.
         keep_groups: as for `prepare`.
         progress: told how far it is.
+        copies: "redundant" and "dispatch", as for `prepare`.
 
     Raises:
         TraceError: when the traces are of different models.
@@ -47,5 +50,5 @@ def prepare_mixture(
         "synthetic": any(bool(trace.provenance.get("synthetic")) for trace in traces),
     }  # fmt: skip
     mixture, domain_T = mix(traces, parts, provenance)
-    setting = prepare(mixture, topology, seed=seed, keep_groups=keep_groups, progress=progress)
+    setting = prepare(mixture, topology, seed=seed, keep_groups=keep_groups, progress=progress, **copies)
     return replace(setting, domain_T=domain_T)

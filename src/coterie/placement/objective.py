@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+import numpy as np
+
 from coterie.placement.metrics import LayerMetrics
 from coterie.placement.search import Weights
 from coterie.topology import Topology
@@ -19,12 +21,14 @@ class Objective:
         node: weight of nodes per token.
         peak: weight of the share of tokens that visit the busiest device.
         balance: weight of B; only used to choose a point, since the search keeps limits on B instead.
+        prices: [G] what a visit to each device counts, on unequal links (`Topology.visit_prices`); None: 1.
     """
 
     device: float
     node: float
     peak: float
     balance: float
+    prices: tuple[float, ...] | None = None
 
     @classmethod
     def for_topology(cls, topology: Topology) -> Self:
@@ -35,8 +39,9 @@ class Objective:
         DPT. This and the price of balance do no worse than their neighbours in cross-validation
         (`benchmarks/choose_settings.py`), but were first picked on tokens that README's ratios are measured on.
         """
-        node = topology.inter_cost - 1.0 if topology.num_nodes > 1 else 0.0
-        return cls(device=1.0, node=node, peak=0.75 * topology.num_devices, balance=0.75)
+        price_G, node = topology.visit_prices()
+        prices = None if topology.link_costs is None else tuple(price_G.tolist())
+        return cls(device=1.0, node=node, peak=0.75 * topology.num_devices, balance=0.75, prices=prices)
 
     def weights(self) -> Weights:
         """The part that the search minimises."""
@@ -44,8 +49,11 @@ class Objective:
 
     def cost(self, metrics: LayerMetrics) -> float:
         """Cost without balance, in visits per token."""
+        if self.prices is not None:
+            paid_G = metrics.traffic_GG.sum(axis=0) * np.asarray(self.prices)
+            return float(self.device * paid_G.sum() + self.node * metrics.npt + self.peak * paid_G.max())
         return self.device * metrics.dpt + self.node * metrics.npt + self.peak * metrics.peak_traffic
 
     def to_json(self) -> dict[str, Any]:
         """A plain dictionary, ready for JSON."""
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if value is not None}

@@ -1,4 +1,7 @@
-"""Where the experts live: the result of every placement method, and the JSON file that carries it."""
+"""Where the experts live: the result of every placement method, and the JSON file that carries it.
+
+Every expert has a slot; with more slots than experts some have copies, never two on one device.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ _NUMBERS = re.compile(r"\[[\s\d.,eE+-]*\]")  # a list of numbers, put on one lin
 
 @dataclass(frozen=True)
 class Placement:
-    """One slot for every expert of every layer; device g owns a run of consecutive slots.
+    """A slot for every expert of every layer, or several; device g owns a run of consecutive slots.
 
     Attributes:
         physical_to_logical_map: [L, P] int64, the expert in each slot (P slots; P = E without replicas).
@@ -41,29 +44,58 @@ class Placement:
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        slots = self.topology.slots(self.spec.num_experts)
-        expected = (self.spec.num_layers, int(slots.sum()))
-        if self.physical_to_logical_map.shape != expected:
+        shape, experts = self.physical_to_logical_map.shape, self.spec.num_experts
+        if len(shape) != 2 or shape[0] != self.spec.num_layers or shape[1] < experts:
             raise InfeasiblePlacement(
-                f"the map has shape {list(self.physical_to_logical_map.shape)}; "
-                f"{self.spec.num_layers} layers of {slots.sum()} slots need {list(expected)}"
+                f"the map has shape {list(shape)}; {self.spec.num_layers} layers of {experts} slots need "
+                f"{[self.spec.num_layers, experts]}"
             )
-        check_each_expert_once(self.physical_to_logical_map, self.spec.num_experts)
+        self.topology.slots(shape[1])
+        if shape[1] == experts:
+            check_each_expert_once(self.physical_to_logical_map, experts)
+        else:
+            check_copies(self.physical_to_logical_map, self.slots_per_device, experts)
+
+    @property
+    def num_copies(self) -> int:
+        """Slots of a layer that hold a further copy of an expert."""
+        return int(self.physical_to_logical_map.shape[1]) - self.spec.num_experts
 
     @property
     def slots_per_device(self) -> NDArray[np.int64]:
         """Slots of every device, [G]."""
-        return self.topology.slots(self.spec.num_experts)
+        return self.topology.slots(int(self.physical_to_logical_map.shape[1]))
 
     def device_of_slot(self) -> NDArray[np.int64]:
         """The device that owns each slot, [P]."""
         return np.repeat(np.arange(self.topology.num_devices, dtype=np.int64), self.slots_per_device)
 
     def device_of_expert(self) -> NDArray[np.int64]:
-        """The device that hosts each expert, [L, E]."""
+        """The device that hosts each expert, [L, E].
+
+        Raises:
+            InfeasiblePlacement: when experts have copies; see `hosts`.
+        """
+        self.require_no_copies()
         device_LE = np.empty((self.spec.num_layers, self.spec.num_experts), dtype=np.int64)
         np.put_along_axis(device_LE, self.physical_to_logical_map, self.device_of_slot()[None, :], axis=1)
         return device_LE
+
+    def hosts(self) -> NDArray[np.bool_]:
+        """Which devices hold a copy of each expert, [L, E, G]."""
+        shape = (self.spec.num_layers, self.spec.num_experts, self.topology.num_devices)
+        hosts_LEG = np.zeros(shape, dtype=bool)
+        layer_L1 = np.arange(self.spec.num_layers)[:, None]
+        hosts_LEG[layer_L1, self.physical_to_logical_map, self.device_of_slot()[None, :]] = True
+        return hosts_LEG
+
+    def require_no_copies(self) -> None:
+        """Raise InfeasiblePlacement when an expert has more than one slot."""
+        if self.num_copies:
+            raise InfeasiblePlacement(
+                f"the placement has {self.physical_to_logical_map.shape[1]} slots for {self.spec.num_experts} experts, "
+                "so some have copies, which only engines' files (coterie export) can carry; place without --redundant"
+            )
 
     def require_model(self, spec: MoESpec, what: str) -> None:
         """Raise unless `spec` has this placement's layers, experts and top-k.
@@ -102,6 +134,30 @@ class Placement:
                     f"layer {layer} puts {counts.tolist()} experts on devices with {slots.tolist()} slots"
                 )
         return cls(np.argsort(devices, axis=1, kind="stable"), topology, spec, method or {}, metrics or {})
+
+    @classmethod
+    def from_hosts(
+        cls,
+        hosts_LEG: NDArray[np.bool_],
+        topology: Topology,
+        spec: MoESpec,
+        method: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """A placement from the devices that hold each expert, [L, E, G]; within a device experts stand in rising order.
+
+        Raises:
+            InfeasiblePlacement: when a device is given more or fewer experts than it has slots.
+        """
+        held_LG = hosts_LEG.sum(axis=1)
+        slots_G = topology.slots(int(held_LG[0].sum()))
+        for layer, counts in enumerate(held_LG):
+            if not np.array_equal(counts, slots_G):
+                raise InfeasiblePlacement(
+                    f"layer {layer} puts {counts.tolist()} experts on devices with {slots_G.tolist()} slots"
+                )
+        rows = [np.nonzero(hosts_EG.T)[1] for hosts_EG in hosts_LEG]
+        return cls(np.stack(rows).astype(np.int64), topology, spec, method or {}, metrics or {})
 
     def to_json(self) -> str:
         """JSON that a person can read: one line for each layer's map."""
@@ -194,6 +250,31 @@ def check_each_expert_once(map_LP: NDArray[np.int64], num_experts: int) -> None:
             expert = int(np.argmax(counts != 1))
             times = f"{counts[expert]} times" if counts[expert] else "nowhere"
             raise InfeasiblePlacement(f"layer {layer} holds expert {expert} {times}; every expert needs one slot")
+
+
+def check_copies(map_LP: NDArray[np.int64], slots_G: NDArray[np.int64], num_experts: int) -> None:
+    """Raise unless every row holds each expert, and no device holds one twice.
+
+    Raises:
+        InfeasiblePlacement: naming the layer and the first expert that is missing, unknown or twice on a device.
+    """
+    device_P = np.repeat(np.arange(slots_G.size), slots_G)
+    for layer, row in enumerate(map_LP):
+        if row.min() < 0 or row.max() >= num_experts:
+            value = int(row[(row < 0) | (row >= num_experts)][0])
+            raise InfeasiblePlacement(f"layer {layer} holds expert {value}; experts run from 0 to {num_experts - 1}")
+        counts_EG = np.zeros((num_experts, slots_G.size), dtype=np.int64)
+        np.add.at(counts_EG, (row, device_P), 1)
+        missing, twice = np.flatnonzero(counts_EG.sum(axis=1) == 0), np.argwhere(counts_EG > 1)
+        if missing.size:
+            raise InfeasiblePlacement(
+                f"layer {layer} holds expert {missing[0]} nowhere; every expert needs at least one slot"
+            )
+        if len(twice):
+            raise InfeasiblePlacement(
+                f"layer {layer} holds expert {twice[0, 0]} more than once on device {twice[0, 1]}; a device needs one "
+                "copy at most"
+            )
 
 
 def _shape(spec: MoESpec) -> str:

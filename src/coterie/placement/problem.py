@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
+from coterie.placement.copies import FEWEST_DEVICES
 from coterie.profile.coactivation import coactivation_counts, jaccard
 from coterie.profile.load import expert_load
 from coterie.topology import Topology
@@ -43,6 +44,7 @@ class LayerProblem:
         slots_G: [G] int64, experts each device must hold.
         num_groups: expert groups of group-limited routing that must stay whole; 1: no such restriction.
         routing_groups: expert groups of the model's router, for methods that only look at them (EPLB).
+        dispatch: with more slots than experts, the rule by which tokens choose copies (`copies.RULES`).
     """
 
     sets_UK: NDArray[np.int32]
@@ -55,6 +57,7 @@ class LayerProblem:
     slots_G: NDArray[np.int64]
     num_groups: int = 1
     routing_groups: int = 1
+    dispatch: str = FEWEST_DEVICES
 
     @property
     def num_experts(self) -> int:
@@ -65,6 +68,17 @@ class LayerProblem:
     def num_devices(self) -> int:
         """Devices, G."""
         return int(self.slots_G.size)
+
+    @property
+    def speed_G(self) -> NDArray[np.float64]:
+        """How fast each device computes, [G]; 1 as measured."""
+        return self.topology.speeds()
+
+    def without_speeds(self) -> LayerProblem:
+        """The same layer on devices of equal speed, for methods that do not know of speeds."""
+        if self.topology.speed_per_device is None:
+            return self
+        return replace(self, topology=replace(self.topology, speed_per_device=None))
 
     @cached_property
     def jaccard_EE(self) -> NDArray[np.float64]:
@@ -79,13 +93,16 @@ def build_problem(
     tokens: TokenSelector = ALL_TOKENS,
     keep_groups: bool = False,
     sample: int = SEARCH_TOKENS,
+    redundant: int = 0,
+    dispatch: str = FEWEST_DEVICES,
     domain_T: NDArray[np.int64] | None = None,
 ) -> LayerProblem:
     """The placement problem of MoE layer `layer` on the selected tokens.
 
     Loads and co-activation count every token; the sets come from at most `sample` evenly spaced ones, in
     NUM_WINDOWS windows of consecutive tokens (fewer when there are few tokens), or in one window for each domain where
-    `domain_T` [T] says which of the trace's tokens is of which.
+    `domain_T` [T] says which of the trace's tokens is of which. `redundant` slots are left for copies of experts, which
+    tokens choose by the rule `dispatch`.
 
     Raises:
         ConfigError: when a token has more experts than MAX_TOP_K.
@@ -110,9 +127,10 @@ def build_problem(
         expert_load(ids_TK, kept_TK, num_experts),
         coactivation_counts(ids_TK, kept_TK, num_experts),
         topology,
-        topology.slots(num_experts),
+        topology.slots(num_experts + redundant),
         trace.spec.num_groups if keep_groups else 1,
         trace.spec.num_groups,
+        dispatch,
     )
 
 

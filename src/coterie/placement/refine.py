@@ -37,8 +37,16 @@ def refine(problem: LayerProblem, objective: Objective, seed: int, num_limits: i
     """
     if problem.num_groups > 1:
         return _refine_in_groups(problem, objective, seed, num_limits)
+    return search_from(problem, objective, seed, num_limits, algorithm_1(problem, seed), eplb(problem))
+
+
+def search_from(
+    problem: LayerProblem, objective: Objective, seed: int, num_limits: int,
+    start_E: NDArray[np.int64], balanced_E: NDArray[np.int64],
+) -> NDArray[np.int64]:  # fmt: skip
+    """`refine` from a start of the caller's, [A, E]; a balanced placement says how far balance can go."""
     every_expert = np.zeros(problem.num_experts, dtype=np.int32)
-    return _search(problem, objective, seed, num_limits, algorithm_1(problem, seed), eplb(problem), every_expert)
+    return _search(problem, objective, seed, num_limits, start_E, balanced_E, every_expert)
 
 
 def _refine_in_groups(problem: LayerProblem, objective: Objective, seed: int, num_limits: int) -> NDArray[np.int64]:
@@ -110,8 +118,8 @@ def _turn_seed(seed: int, turn: int) -> int:
 
 def _balance(situation: Situation, device_E: NDArray[Any]) -> float:
     """B, averaged over the windows of a situation."""
-    num_devices = situation.node_G.size
-    return float(np.mean([load_imbalance(share_E, device_E, num_devices) for share_E in situation.share_WE]))
+    num_devices, speed_G = situation.node_G.size, 1 / situation.slowness_G
+    return float(np.mean([load_imbalance(share_E, device_E, num_devices, speed_G) for share_E in situation.share_WE]))
 
 
 def _situation(
@@ -120,11 +128,12 @@ def _situation(
     graph = build_hypergraph(problem.sets_UK, problem.multiplicity_U, window_U, problem.num_experts)
     node_G = problem.topology.node_of_device().astype(np.int32)
     tokens = max(problem.num_tokens, 1)
-    return Situation(graph, node_G, group_E, _window_shares(problem, window_U), tokens, objective.weights())
+    share_WE, (price_G, _) = _window_shares(problem, window_U), problem.topology.visit_prices()
+    return Situation(graph, node_G, group_E, share_WE, tokens, objective.weights(), 1 / problem.speed_G, price_G)
 
 
 def _window_shares(problem: LayerProblem, window_U: NDArray[np.int32]) -> NDArray[np.float64]:
-    """Load of each expert in each window as a share of the mean device load there, [W, E].
+    """Load of each expert in each window as a share of the load of a device of speed 1 in balance, [W, E].
 
     The token sets say how an expert's load spreads over windows, `load_E` how large it is: a vertex that stands
     for several experts is in a set once, and the sets may be a sample.
@@ -134,5 +143,6 @@ def _window_shares(problem: LayerProblem, window_U: NDArray[np.int32]) -> NDArra
     rows, columns = np.nonzero(problem.sets_UK != NO_EXPERT)
     np.add.at(sets_WE, (window_U[rows], problem.sets_UK[rows, columns]), problem.multiplicity_U[rows])
     load_WE = sets_WE * (problem.load_E / np.maximum(sets_WE.sum(axis=0), 1))
-    share_WE: NDArray[np.float64] = load_WE * problem.num_devices / np.maximum(load_WE.sum(axis=1, keepdims=True), 1)
+    speed = problem.speed_G.sum()
+    share_WE: NDArray[np.float64] = load_WE * speed / np.maximum(load_WE.sum(axis=1, keepdims=True), 1)
     return share_WE

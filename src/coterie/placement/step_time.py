@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from coterie.errors import ConfigError
+from coterie.placement.copies import FEWEST_DEVICES, Copies, Dispatch
 from coterie.placement.metrics import ACTIVATION_BYTES
 from coterie.topology import Topology
 
@@ -62,19 +63,28 @@ class LayerTime:
 
 
 def count_step(
-    ids_TK: NDArray[Any], kept_TK: NDArray[np.bool_] | None, device_E: NDArray[Any], home_T: ArrayLike, num_devices: int
-) -> StepCounts:
+    ids_TK: NDArray[Any], kept_TK: NDArray[np.bool_] | None, device_E: NDArray[Any], home_T: ArrayLike,
+    num_devices: int, topology: Topology | None = None, rule: str = FEWEST_DEVICES,
+) -> StepCounts:  # fmt: skip
     """Count one layer's loads and copies for the tokens of one step.
 
     Args:
         ids_TK: [T, K] chosen experts.
         kept_TK: [T, K] false where pruned; None: all kept.
-        device_E: [E] the device of each expert.
+        device_E: [E] the device of each expert; or [E, G] bool, the devices that hold a copy of each.
         home_T: [T] the device where each token is.
         num_devices: G.
+        topology: with copies, the devices and links that the rule looks at; None: one node of equal devices.
+        rule: with copies, the dispatch rule (`copies.RULES`); loads are those of this step.
     """
-    device_TK = np.asarray(device_E, dtype=np.int64)[ids_TK]
-    kept = np.ones(device_TK.shape, dtype=np.bool_) if kept_TK is None else kept_TK
+    kept = np.ones(ids_TK.shape, dtype=np.bool_) if kept_TK is None else kept_TK
+    where = np.asarray(device_E)
+    if where.ndim == 2:
+        copies = Copies.of(where)
+        dispatch = Dispatch(copies, topology or Topology(1, num_devices), rule)
+        device_TK = copies.device_P[dispatch.choose(ids_TK, kept, np.asarray(home_T, dtype=np.int64))]
+    else:
+        device_TK = where.astype(np.int64)[ids_TK]
     load_G = np.bincount(device_TK[kept], minlength=num_devices)
     visits_TG = np.zeros((len(device_TK), num_devices), dtype=np.int64)
     rows = np.broadcast_to(np.arange(len(device_TK))[:, None], device_TK.shape)
@@ -122,10 +132,11 @@ class StepModel:
         """Seconds of one layer, given what its step asks."""
         base, each = self.topology.compute_base_s or 0.0, self.topology.compute_pair_s
         assert each is not None
-        load = int(counts.load_G.max())
+        load_G = np.asarray(counts.load_G)
+        busy_G = np.where(load_G > 0, base + each * load_G, 0.0) / self.topology.speeds()
         remote_GG = counts.copies_GG - np.diag(np.diag(counts.copies_GG))
         return LayerTime(
-            base + each * load if load else 0.0,
+            float(busy_G.max()),
             self.exchange(remote_GG, self.dispatch_bytes),
             self.exchange(remote_GG.T, self.combine_bytes),
         )
@@ -135,7 +146,8 @@ class StepModel:
 
         The largest of what each device sends or gets over its link, what each node sends or gets over its uplink, and
         everything over the shared bus; and once the fixed time of the widest kind of link used. Nothing sent: the
-        fixed time within a node, since all devices still have to learn that.
+        fixed time within a node, since all devices still have to learn that. With `link_costs` a copy keeps both
+        devices' links busy as many times longer as its link costs.
         """
         topology = self.topology
         if topology.num_devices == 1:
@@ -144,7 +156,8 @@ class StepModel:
         onto = (node_G[:, None] == np.arange(topology.num_nodes)).astype(np.int64)
         between_NN = onto.T @ remote_GG @ onto
         np.fill_diagonal(between_NN, 0)
-        most_device = max(remote_GG.sum(axis=0).max(), remote_GG.sum(axis=1).max())
+        paid_GG = remote_GG if topology.link_costs is None else remote_GG * topology.cost_matrix()
+        most_device = max(paid_GG.sum(axis=0).max(), paid_GG.sum(axis=1).max())
         most_node = max(between_NN.sum(axis=0).max(), between_NN.sum(axis=1).max())
         busy = [
             (most_device, topology.intra_bandwidth_bytes_per_s),

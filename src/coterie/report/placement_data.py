@@ -76,13 +76,15 @@ class PlacementReport:
     over_time: Mapping[str, list[dict[str, float]]]
 
     def device_load(self, name: str) -> NDArray[np.float64]:
-        """Load of every device over the mean, [L, G]."""
+        """How long every device computes over what an even share takes, [L, G]; on equal devices load over mean."""
         num_devices = self.setting.topology.num_devices
         load_LG = np.stack([
             np.bincount(device_E, weights=load_E, minlength=num_devices)
             for device_E, load_E in zip(self.placements[name].device_LE, self.load_LE, strict=True)
         ])  # fmt: skip
-        relative_LG: NDArray[np.float64] = load_LG / np.maximum(load_LG.mean(axis=1, keepdims=True), 1e-12)
+        speed_G = self.setting.topology.speeds()
+        even_L1 = np.maximum(load_LG.sum(axis=1, keepdims=True) / speed_G.sum(), 1e-12)
+        relative_LG: NDArray[np.float64] = load_LG / speed_G / even_L1
         return relative_LG
 
 
@@ -106,6 +108,7 @@ def gather(
         if name in (*BASELINES, OURS):
             raise ConfigError(f"a placement is called {name!r}, which is a method's name here; rename its file")
         require_fit(placement, setting)
+        placement.require_no_copies()
         held = trace.provenance.get(EXPERT_ORDER_KEY)
         require_same_numbering(expert_order_of_placement(placement.method), name, held, "the trace")
     parts = split(trace, heldout)

@@ -71,8 +71,9 @@ def test_results_come_in_order_whatever_the_batch(run: Any, prompts: Path, tmp_p
     assert code == 0
     assert [json.loads(line) for line in file.read_text().splitlines()] == results
     told = json.loads(out)
-    assert (told["prompts"], told["batch"], told["seed"], told["out"]) == (3, 3, 0, str(file))
+    assert (told["prompts"], told["batch"], told["sampling"]["seed"], told["out"]) == (3, 3, 0, str(file))
     assert told["tokens"] == sum(each["tokens"] for each in results)
+    assert told["sampling"]["tokens"] == 5
     assert set(told["versions"]) == {"coterie", "torch", "transformers"}
 
 

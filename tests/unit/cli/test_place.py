@@ -149,6 +149,33 @@ def test_a_spectrum_is_a_folder_with_an_index(run: Run) -> None:
     assert sorted(path.name for path in Path("out").iterdir()) == ["index.json", "place-0.json", "place-1.json"]
 
 
+def test_copies(run: Run) -> None:
+    code, out, err = run("place", "t.safetensors", "--topology", "4", "--redundant", "4", "--out", "p.json")
+    assert (code, err) == (0, "")
+    assert "dispatched by nearest" in out
+    assert "a token takes the one that adds no device" in out
+    assert Placement.load("p.json").num_copies == 4
+    code, out, _ = run("validate", "p.json")
+    assert code == 0
+    assert "2 layers of 20 slots, 16 experts, 4 devices" in out
+    code, out, _ = run(
+        "compare", "t.safetensors", "--topology", "4", "--redundant", "4", "--dispatch", "nearest", "--json"
+    )
+    assert (code, json.loads(out)["redundant"], json.loads(out)["dispatch"]) == (0, 4, "nearest")
+    code, out, err = run("place", "t.safetensors", "--topology", "4", "--redundant", "49", "--out", "q.json")
+    assert code == 2
+    assert "use 48 at most" in err
+    assert not Path("q.json").exists()
+
+
+def test_unequal_devices(run: Run) -> None:
+    Path("m.yaml").write_text("devices_per_node: 4\nspeed_per_device: [1, 1, 1, 0.5]\n")
+    code, out, err = run("place", "t.safetensors", "--topology", "m.yaml", "--out", "p.json")
+    assert (code, err) == (0, "")
+    assert "devices differ in speed" in out
+    assert Placement.load("p.json").topology.speed_per_device == (1, 1, 1, 0.5)
+
+
 def test_groups_without_freedom_are_warned_of_on_stderr(run: Run) -> None:
     code, out, err = run("place", "grouped.safetensors", "--topology", "4", "--out", "p.json", "--json")
     assert code == 0

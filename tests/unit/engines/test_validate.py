@@ -56,7 +56,7 @@ def test_all_problems_are_listed_one_a_line(tmp_path: Path) -> None:
         ({"topology": {"num_nodes": 3, "devices_per_node": 3}}, "8 experts on 9 devices"),
         ({"physical_to_logical_map": None}, "physical_to_logical_map is None"),
         ({"physical_to_logical_map": [list(range(8))]}, "2 layers of 8 slots need [2, 8]"),
-        ({"physical_to_logical_map": [[*range(8), 0]] * 2}, "[2, 9]"),
+        ({"physical_to_logical_map": [[*range(8), 0]] * 2}, "slots_per_device says [2, 2, 2, 2], the topology [3,"),
         ({"physical_to_logical_map": [list(range(8)), list(range(7))]}, "layer 1 has 7 slots, other layers 8"),
         ({"physical_to_logical_map": [list(range(8)), []]}, "layer 1 is []; it must be a list of expert ids"),
         ({"physical_to_logical_map": [list(range(8)), [True, *range(1, 8)]]}, "layer 1 holds True"),

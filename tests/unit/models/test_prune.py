@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 import coterie
-from coterie.errors import ConfigError, InfeasiblePlacement
+from coterie.errors import BackendUnavailable, ConfigError, InfeasiblePlacement
 from coterie.families import FAMILIES
 from coterie.placement.placement import Placement
 from coterie.pruning.destinations import Cap, Naive, Priced
@@ -23,6 +24,8 @@ from coterie.topology import Topology
 from coterie.trace.routing_trace import RoutingTrace
 
 pytestmark = pytest.mark.needs("transformers")
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton, which reads it then
 
 ROWS, WIDTH = 3, 7
 
@@ -251,6 +254,74 @@ def test_bad_arguments_are_one_clear_error(qwen: Any) -> None:
         pytest.raises(ConfigError, match="nothing was counted"),
     ):
         pruner.stats()
+
+
+@pytest.mark.needs("triton")
+@pytest.mark.parametrize(
+    ("family", "rule"),
+    [
+        ("mixtral", Cap(0.45)),
+        ("qwen3_moe", Cap(0.0)),
+        ("qwen3_moe", Naive(0.45)),
+        ("gpt_oss", Priced(np.full((9, 4), 0.45), 0.6)),
+        ("deepseek_v2", Cap(0.45)),
+    ],
+)
+def test_the_triton_kernel_runs_models_to_the_same_bits(family: str, rule: Any, load: Any) -> None:
+    from coterie.models.layers import spec_of
+
+    model = load(family)
+    spec = spec_of(model)
+    placement = placed(spec, "2x2,inter=3")
+    if isinstance(rule, Priced):
+        rule = Priced(rule.theta_LG[: spec.num_layers], rule.floor)
+    found = []
+    for kernel in ("torch", "triton"):
+        with coterie.prune_destinations(model, placement, rule=rule, renormalise=True, kernel=kernel) as pruner:
+            generated = model.generate(token_ids(), max_new_tokens=2, min_new_tokens=2, do_sample=False, pad_token_id=0)
+            found.append((logits(model, token_ids()), generated, pruner.stats()))
+    (expected, text, stats), (got, text_again, stats_again) = found
+    assert got.equal(expected)
+    assert text_again.equal(text)
+    assert stats_again.to_json() == stats.to_json()
+    assert (stats.kept_weight < 0.99).all() == (rule != Cap(0.0))
+
+
+def test_kernels_that_are_not_there_or_do_not_run_here(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    def enter(kernel: str) -> None:
+        coterie.prune_destinations(qwen, p=0.2, topology="4", kernel=kernel).__enter__()
+
+    before = hooks(qwen)
+    with pytest.raises(ConfigError, match="did you mean 'triton'"):
+        enter("tritn")
+    if importlib.util.find_spec("triton") is not None:
+        with monkeypatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", "0")
+            with pytest.raises(ConfigError, match="runs on GPUs and the model is on the CPU: use kernel='torch'"):
+                enter("triton")
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else real(name))
+    with pytest.raises(BackendUnavailable, match=r"pip install 'coterie\[triton\]'"):
+        enter("triton")
+    assert hooks(qwen) == before
+
+
+@pytest.mark.needs("triton")
+def test_a_model_that_the_triton_kernel_does_not_take_is_refused_before_it_runs(tiny_checkpoint: Any) -> None:
+    import torch
+
+    from coterie.models.load import load_model
+
+    model = load_model(tiny_checkpoint("mixtral"), torch.float64)
+    before = hooks(model)
+    with (
+        pytest.raises(ConfigError, match="in float64; the Triton kernel"),
+        coterie.prune_destinations(model, p=0.2, topology="4", kernel="triton"),
+    ):
+        pass
+    assert hooks(model) == before
 
 
 def test_in_bfloat16_weights_stay_bfloat16(tiny_checkpoint: Any) -> None:

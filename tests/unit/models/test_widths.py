@@ -309,6 +309,11 @@ def test_kernels_that_are_not_there(load: Any, monkeypatch: pytest.MonkeyPatch) 
 
     with pytest.raises(ConfigError, match="did you mean 'triton'"):
         coterie.apply_widths(load("mixtral"), uniform(8), kernel="tritn").__enter__()
+    if importlib.util.find_spec("triton") is not None:
+        with monkeypatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", "0")
+            with pytest.raises(ConfigError, match="runs on GPUs and the model is on the CPU: use kernel='torch'"):
+                coterie.apply_widths(load("mixtral"), uniform(8), kernel="triton").__enter__()
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else real(name))
     with pytest.raises(BackendUnavailable, match=r"pip install 'coterie\[triton\]'"):

@@ -171,3 +171,16 @@ def prompts() -> Any:
     import torch
 
     return torch.randint(3, 260, (2, 16), generator=torch.Generator().manual_seed(7))
+
+
+@pytest.fixture(scope="session")
+def expected(small: Small, prompts: Any) -> Any:
+    """What a resident model of the same layout computes: logits of a few inputs."""
+    import torch
+
+    model, inputs = coterie.offload(small.store, "100%"), (prompts, prompts[:1, :5], prompts[:, 3:4])
+    try:
+        with torch.inference_mode():
+            return [(ids, model(input_ids=ids, use_cache=False).logits) for ids in inputs]
+    finally:
+        model.close()

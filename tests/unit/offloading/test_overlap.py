@@ -17,12 +17,13 @@ class Gated:
     """Reads wait for their turn; what happens is written down in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from coterie.offloading.flights import Flights
         from coterie.offloading.link import Link
         from coterie.offloading.runtime import Runtime
 
         self.events: list[str] = []
         self.opened: dict[str, threading.Event] = {}
-        read, wait, compute = Link._read_retrying, Runtime._await, Runtime._compute
+        read, wait, compute = Link._read_retrying, Flights.wait_for, Runtime._compute
 
         def gated_read(link: Any, each: Any, *where: Any) -> None:
             name = f"{each.load.layer}.{each.load.expert}"
@@ -30,29 +31,25 @@ class Gated:
             read(link, each, *where)
             self.events.append(f"read {name}")
 
-        def told_wait(runtime: Any, layer: int, expert: int) -> None:
+        def told_wait(flights: Any, layer: int, expert: int) -> None:
             name = f"{layer}.{expert}"
-            if self.waiting(runtime) and not self.opened[name].is_set():
+            if not flights.idle and not self.opened[name].is_set():
                 self.events.append(f"wait {name}")
                 threading.Timer(0.05, self.opened[name].set).start()
-            wait(runtime, layer, expert)
+            wait(flights, layer, expert)
 
         def told_compute(runtime: Any, visit: Any, expert: int) -> Any:
             self.events.append(f"compute {visit.layer}.{expert}")
             for opened in self.opened.values():  # whatever is still to come is read while this computes
                 opened.set()
             until = time.monotonic() + 20
-            while self.waiting(runtime) and time.monotonic() < until:
+            while not runtime._flights.idle and time.monotonic() < until:
                 time.sleep(0.001)
             return compute(runtime, visit, expert)
 
         monkeypatch.setattr(Link, "_read_retrying", gated_read)
-        monkeypatch.setattr(Runtime, "_await", told_wait)
+        monkeypatch.setattr(Flights, "wait_for", told_wait)
         monkeypatch.setattr(Runtime, "_compute", told_compute)
-
-    @staticmethod
-    def waiting(runtime: Any) -> bool:
-        return any(not load.ended for loads in runtime._flying.values() for load in loads)
 
 
 def test_a_read_under_computation_is_hidden_and_the_first_is_not(

@@ -195,8 +195,8 @@ def test_pruned_as_the_one_process_form_does(rule: str, tiny_checkpoint: Any) ->
 
 
 def test_refusals(tiny_checkpoint: Any) -> None:
+    from coterie.parallel.expert_parallel import require_size
     from coterie.parallel.load import load_rank
-    from coterie.parallel.model import require_size
 
     mixtral = tiny_checkpoint("mixtral")
     placement = _placed(mixtral, "4")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from coterie.errors import ConfigError
-from coterie.placement.balance import eplb, linear, pack
+from coterie.placement.balance import eplb, imbalance, linear, pack
 from coterie.topology import Topology
 
 
@@ -29,6 +29,21 @@ def test_packing_is_eplb_s(capacity: list[int], largest: int) -> None:
     for seed in range(5):
         load_E = np.random.default_rng(seed).integers(0, largest + 1, sum(capacity))
         assert pack(load_E, np.array(capacity)).tolist() == restated(load_E.tolist(), capacity)
+
+
+def test_a_slow_device_is_busy_for_longer() -> None:
+    load_G = np.array([6, 3, 3])
+    assert imbalance(load_G, np.ones(3)) == 6 / 4
+    assert imbalance(load_G, np.array([1, 0.5, 1])) == pytest.approx(6 / (12 / 2.5))
+    assert imbalance(load_G, np.array([2, 1, 1])) == 1  # each is busy for 3
+    assert imbalance(np.zeros(3), np.array([2, 1, 1])) == 1
+
+
+def test_packing_goes_by_when_a_pack_is_done() -> None:
+    """The 4 would keep the slow device busy for 8; later it gets what is left for it to hold."""
+    load_E, speed_G = np.array([4, 3, 2, 1]), np.array([1, 0.5])
+    assert pack(load_E, np.array([2, 2]), speed_G).tolist() == [0, 1, 0, 1]
+    assert pack(load_E, np.array([2, 2]), np.ones(2)).tolist() == pack(load_E, np.array([2, 2])).tolist()
 
 
 def test_equal_loads_give_one_definite_answer() -> None:

@@ -67,3 +67,13 @@ def test_what_does_not_belong_together_is_refused(make_trace: Any) -> None:
         drift(old, replace(trace, provenance={"coterie_expert_order": "0123456789abcdef"}))
     with pytest.raises(ConfigError, match="worth = 1"):
         drift(old, trace, worth=1.0)
+
+
+def test_a_placement_with_copies_is_compared_with_one_that_has_as_many(make_trace: Any) -> None:
+    trace = make_trace(layers=4, tokens=1000)
+    old = place(prepare(trace, FOUR, redundant=4), "eplb", heldout=0.5)
+    result = drift(old, trace)
+    assert result["method"] == "eplb"
+    assert result["gain"] == pytest.approx(0, abs=1e-9)
+    assert result["placements"]["now"]["balance"] == pytest.approx(old.metrics["heldout"]["balance"], abs=1e-6)
+    assert result["placements"]["linear"]["balance"] > result["placements"]["now"]["balance"]

@@ -25,29 +25,31 @@ class Layer:
     experts: int
     node_G: np.ndarray
     weights: Weights
+    speed_G: np.ndarray
+    price_G: np.ndarray
 
     def cost(self, device_E: np.ndarray) -> float:
         """What `search` says it minimises, in plain words."""
-        devices, nodes = 0, 0
+        devices, nodes = 0.0, 0
         visits_WG = np.zeros((max(self.window) + 1, self.node_G.size), dtype=int)
         for experts, window in zip(self.sets, self.window, strict=True):
             visited = {int(device_E[e]) for e in experts}
-            devices += len(visited)
+            devices += float(self.price_G[list(visited)].sum())
             nodes += len({int(self.node_G[g]) for g in visited})
             visits_WG[window, list(visited)] += 1
-        peak = visits_WG.max(axis=1).sum()
+        peak = (visits_WG * self.price_G).max(axis=1).sum()
         return (self.weights.device * devices + self.weights.node * nodes + self.weights.peak * peak) / len(self.sets)
 
     def shares(self) -> np.ndarray:
-        """Load of each expert in each window over the mean device load there, [W, E]."""
+        """Load of each expert in each window over what speed 1 has there in balance, [W, E]."""
         load_WE = np.zeros((max(self.window) + 1, self.experts))
         for experts, window in zip(self.sets, self.window, strict=True):
             load_WE[window, experts] += 1
-        return load_WE * self.node_G.size / load_WE.sum(axis=1, keepdims=True)
+        return load_WE * self.speed_G.sum() / load_WE.sum(axis=1, keepdims=True)
 
     def loads(self, device_E: np.ndarray) -> np.ndarray:
-        """Load of each device in each window over the mean there, [W, G]."""
-        return self.shares() @ np.eye(self.node_G.size)[device_E]
+        """Time of each device in each window over what it is in balance, [W, G]."""
+        return self.shares() @ np.eye(self.node_G.size)[device_E] / self.speed_G
 
     def balance(self, device_E: np.ndarray) -> float:
         """B, averaged over windows."""
@@ -65,12 +67,16 @@ class Layer:
         once = np.ones(len(rows), dtype=np.int64)
         graph = build_hypergraph(rows, once, np.array(self.window, dtype=np.int32), self.experts)
         groups = np.zeros(self.experts, dtype=np.int32) if group_E is None else group_E.astype(np.int32)
-        return Situation(graph, self.node_G.astype(np.int32), groups, self.shares(), len(self.sets), self.weights)
+        return Situation(
+            graph, self.node_G.astype(np.int32), groups, self.shares(), len(self.sets), self.weights,
+            1 / self.speed_G, self.price_G,
+        )  # fmt: skip
 
 
 def make_layer(
-    experts: int = 8, devices: int = 4, nodes: int = 1, windows: int = 1, seed: int = 0, tokens: int = 60
-) -> Layer:
+    experts: int = 8, devices: int = 4, nodes: int = 1, windows: int = 1, seed: int = 0, tokens: int = 60,
+    speeds: list[float] | None = None, prices: list[float] | None = None,
+) -> Layer:  # fmt: skip
     """Tokens that choose two to four experts, popular ones more often."""
     rng = np.random.default_rng([seed, experts, devices, nodes, windows])
     popular = rng.dirichlet(np.full(experts, 2.0))
@@ -78,7 +84,8 @@ def make_layer(
     sets = [rng.choice(experts, size, replace=False, p=popular).tolist() for size in sizes]
     node_G = np.arange(devices) // (devices // nodes)
     weights = Weights(1.0, 1.5 if nodes > 1 else 0.0, 0.75 * devices)
-    return Layer(sets, (np.arange(tokens) * windows // tokens).tolist(), experts, node_G, weights)
+    speed_G, price_G = (np.array(given or [1.0] * devices) for given in (speeds, prices))
+    return Layer(sets, (np.arange(tokens) * windows // tokens).tolist(), experts, node_G, weights, speed_G, price_G)
 
 
 LAYERS = {
@@ -86,6 +93,8 @@ LAYERS = {
     "two nodes": {"nodes": 2},
     "windows": {"windows": 3},
     "windows, nodes": {"windows": 2, "nodes": 2},
+    "unequal speeds": {"speeds": [1.0, 0.5, 1.0, 2.0], "windows": 2},
+    "unequal links": {"prices": [0.75, 0.75, 1.5, 1.0], "nodes": 2},
     "two devices": {"experts": 7, "devices": 2},
     "three devices": {"experts": 8, "devices": 3},
     "one expert a device": {"experts": 4, "devices": 4, "nodes": 2},
@@ -151,7 +160,7 @@ def test_the_best_swap_is_the_best_of_all_swaps(name: str) -> None:
                     if not (tabu_EG[a, h] and tabu_EG[b, g]) or change < aspiration:
                         changes[a, b] = change
             a, b, change = search._best_swap(
-                situation, devices, nodes, layer.loads(device_E), limit, tabu_EG, 5, aspiration
+                situation, devices, nodes, layer.loads(device_E) * layer.speed_G, limit, tabu_EG, 5, aspiration
             )
             if not changes:
                 assert a < 0
@@ -192,10 +201,10 @@ def figures(layer: Layer, every: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     window_WT = (np.arange(max(layer.window) + 1)[:, None] == np.array(layer.window)).astype(int)
     visits_ATG = np.einsum("te,aeg->atg", present_TE, np.eye(layer.node_G.size)[every]) > 0
     nodes = sum(visits_ATG[:, :, layer.node_G == node].any(axis=2).sum(axis=1) for node in set(layer.node_G.tolist()))
-    peaks = np.einsum("wt,atg->awg", window_WT, visits_ATG).max(axis=2).sum(axis=1)
+    peaks = (np.einsum("wt,atg->awg", window_WT, visits_ATG) * layer.price_G).max(axis=2).sum(axis=1)
     weights = layer.weights
-    costs = weights.device * visits_ATG.sum(axis=(1, 2)) + weights.node * nodes + weights.peak * peaks
-    loads_AWG = np.einsum("we,aeg->awg", layer.shares(), np.eye(layer.node_G.size)[every])
+    costs = weights.device * (visits_ATG * layer.price_G).sum(axis=(1, 2)) + weights.node * nodes + weights.peak * peaks
+    loads_AWG = np.einsum("we,aeg->awg", layer.shares(), np.eye(layer.node_G.size)[every]) / layer.speed_G
     return costs / len(layer.sets), loads_AWG.max(axis=2).mean(axis=1)
 
 

@@ -53,6 +53,30 @@ def test_a_shared_bus_carries_everything() -> None:
     assert StepModel(bus, 100, 100).exchange(np.array([[0, 3], [2, 0]]), 100) == pytest.approx(0.5 + 5.0)
 
 
+def test_a_device_at_half_speed_takes_twice_as_long() -> None:
+    slow = StepModel(replace(ONE, speed_per_device=(1.0, 0.5)), 100, 50)
+    assert slow.layer(counts([[7, 3], [1, 2]], [8, 6])).compute == pytest.approx(2 * (1 + 6 * 0.25))
+    assert slow.layer(counts([[7, 3], [1, 2]], [20, 6])).compute == pytest.approx(1 + 20 * 0.25)
+    assert slow.layer(counts([[7, 3], [1, 2]], [8, 0])).compute == pytest.approx(1 + 8 * 0.25)
+
+
+def test_a_copy_over_a_dear_link_keeps_both_devices_longer() -> None:
+    costs = ((0.0, 1.0, 4.0), (1.0, 0.0, 2.0), (4.0, 2.0, 0.0))
+    unequal = replace(ONE, devices_per_node=3, link_costs=costs)
+    remote = np.array([[0, 3, 1], [0, 0, 2], [0, 0, 0]])
+    assert StepModel(unequal, 100, 100).exchange(remote, 100) == pytest.approx(0.5 + 0.8)  # device 2 gets 1 x 4 + 2 x 2
+
+
+def test_tokens_of_a_step_choose_copies() -> None:
+    """Expert 0 is on both devices: the token with expert 1 uses it there, the two others go where least is to do."""
+    hosts_EG = np.array([[True, True], [False, True]])
+    found = count_step(
+        np.array([[0, 1], [0, 0], [0, 0]]), np.array([[1, 1], [1, 0], [1, 0]], bool), hosts_EG, [0, 0, 1], 2
+    )
+    assert found.load_G.tolist() == [2, 2]
+    assert found.copies_GG.tolist() == [[1, 1], [1, 0]]
+
+
 def test_one_device_exchanges_nothing_and_idle_experts_take_no_time() -> None:
     alone = StepModel(Topology(1, 1, compute_base_s=1.0, compute_pair_s=0.25), 100, 100)
     assert alone.layer(counts([[4]], [4])).total == pytest.approx(2.0)

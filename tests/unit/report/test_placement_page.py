@@ -71,6 +71,9 @@ def test_what_does_not_belong_on_it_is_refused(make_trace: Any) -> None:
         gather(setting, {"eplb": fits}, quick=True)
     with pytest.raises(ConfigError, match="the topology is 8"):
         gather(prepare(make_trace(tokens=400), Topology.parse("8")), {"mine": fits}, quick=True)
+    copied = place(prepare(make_trace(tokens=400), FOUR, redundant=4), "eplb")
+    with pytest.raises(InfeasiblePlacement, match="some have copies"):
+        gather(setting, {"mine": copied}, quick=True)
     with pytest.raises(InfeasiblePlacement, match="use a placement made from this model"):
         gather(prepare(make_trace(layers=3), FOUR), {"mine": fits}, quick=True)
 

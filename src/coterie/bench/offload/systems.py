@@ -49,6 +49,7 @@ def lossless_systems(top_k: int) -> list[System]:
         System(MOE_OFFLOAD[0], "lru-whole", "fifo", about="LRU of whole experts over all layers, on demand"),
         System(MOE_OFFLOAD[1], "lru-layer-whole", "fifo", about="the same, layer by layer: MoE-Offload's"),
         System(LOSSLESS, about="ours at full width"),
+        System("lossless, ahead", options={"ahead": True}, about="the same, reading ahead while the link is idle"),
     ]
 
 

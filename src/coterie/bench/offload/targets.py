@@ -19,7 +19,7 @@ def asked_of(row: Mapping[str, Any], coarse: bool) -> dict[str, float]:
         coarse: whether experts are few and large.
     """
     asked = {"share_of_bound": _OF_BOUND}
-    if row["system"] == "lossless":
+    if row["system"].startswith("lossless"):
         asked["over_moe_offload"] = _LOSSLESS_OVER_MOE
     if coarse and row["system"] in _LOSSY:
         for name, table in (("over_moe_offload", _OVER_MOE), ("over_full", _OVER_FULL), ("bytes_share", _BYTES)):
