@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -166,3 +166,20 @@ def _shapes(folder: Path) -> set[str]:
     """The files in a folder and below, every number in their names written as #."""
     files = (found for found in folder.rglob("*") if found.is_symlink() or not found.is_dir())
     return {re.sub(r"\d+", "#", str(found.relative_to(folder))) for found in files}
+
+
+def distinct(paths: Sequence[str], what: str) -> list[str]:
+    """Short names for files, the folder and the ending left out.
+
+    Args:
+        paths: where they are.
+        what: what to call them, "traces".
+
+    Raises:
+        ConfigError: when two have the same.
+    """
+    short = [path.rstrip("/").rpartition("/")[2].partition(".")[0] for path in paths]
+    for name in short:
+        if short.count(name) > 1:
+            raise ConfigError(f"{short.count(name)} {what} are called {name!r}; give each once, or rename one")
+    return short

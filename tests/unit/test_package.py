@@ -41,6 +41,13 @@ def test_no_verb_loads_arrays_before_it_works() -> None:
         "tune",
         "cap",
         "bench parallel",
+        "drift",
+        "report",
+        "advise",
+        "loads",
+        "study stability",
+        "study transfer",
+        "study pruning",
     ]
     run = f"""
     from coterie.cli.main import main

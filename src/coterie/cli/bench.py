@@ -47,7 +47,7 @@ def bench_offload(
     from coterie.bench.offload.run import STUDIES, write_bench
     from coterie.bench.offload.table import Setting
     from coterie.cli.bench_show import show_bench
-    from coterie.study.widths.run import prepare_folder
+    from coterie.study.output import prepare_folder
     from coterie.units import parse_bandwidth
 
     shares = _budgets(budgets)

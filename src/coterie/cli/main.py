@@ -9,6 +9,7 @@ import typer
 
 import coterie
 from coterie.cli import demo, evaluate, export, place, profile, record, study, trace_prune, widths
+from coterie.cli.advise import advise
 from coterie.cli.bake import bake
 from coterie.cli.bench import bench_offload
 from coterie.cli.bench_parallel import bench_parallel
@@ -16,13 +17,17 @@ from coterie.cli.calibrate import calibrate
 from coterie.cli.cap import cap
 from coterie.cli.check_engine import check_engine
 from coterie.cli.common import Interrupted
+from coterie.cli.drift import drift
 from coterie.cli.generate import generate
 from coterie.cli.generate_ep import generate_ep
 from coterie.cli.learn import learn
+from coterie.cli.loads import loads
 from coterie.cli.model_info import model_info
 from coterie.cli.pack import pack
 from coterie.cli.reorder import reorder
+from coterie.cli.report import report
 from coterie.cli.simulate_offload import simulate_offload
+from coterie.cli.study_placement import study_pruning, study_stability, study_tokens, study_transfer
 from coterie.cli.trace_import import trace_import
 from coterie.cli.trace_info import trace_info
 from coterie.cli.trace_synthesize import trace_synthesize
@@ -71,6 +76,10 @@ def _options(
 app.command("demo")(demo.demo)
 app.command("compare")(place.compare)
 app.command("place")(place.place)
+app.command("drift")(drift)
+app.command("report")(report)
+app.command("advise")(advise)
+app.command("loads")(loads)
 app.command("widths")(widths.widths)
 app.command("record")(record.record)
 app.command("profile")(profile.profile)
@@ -93,6 +102,10 @@ trace.command("synthesize")(trace_synthesize)
 trace.command("prune")(trace_prune.trace_prune)
 model.command("info")(model_info)
 studies.command("widths")(study.study_widths)
+studies.command("stability")(study_stability)
+studies.command("transfer")(study_transfer)
+studies.command("pruning")(study_pruning)
+studies.command("tokens")(study_tokens)
 simulate.command("offload")(simulate_offload)
 benches.command("offload")(bench_offload)
 benches.command("parallel")(bench_parallel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -95,6 +96,10 @@ def place(
         int | None, typer.Option(help="Write so many placements, least traffic to best balance.")
     ] = None,
     heldout: Annotated[float, typer.Option(help="Share of the tokens that only measure; 0: fit on all.")] = 0.2,
+    also: Annotated[
+        list[str] | None,
+        typer.Option("--also", help="A further workload's trace, to serve all of them; may be repeated."),
+    ] = None,
     format_name: FormatOption = None,
     keep_groups: GroupsOption = None,
     redundant: RedundantOption = 0,
@@ -112,7 +117,9 @@ def place(
         raise ConfigError("--spectrum and --balance exclude each other: a spectrum holds every balance; give one")
     target = replacing(out) if spectrum is None else replacing_folder(out, INDEX)
     with target as temporary, warnings_as_notes(), progress() as listen:  # a place to write to, before the work
-        setting = _setting(source, topology, format_name, keep_groups, seed, listen, redundant, dispatch)
+        setting = _setting(
+            source, topology, format_name, keep_groups, seed, listen, redundant, dispatch, also or ()
+        )  # fmt: skip
         if spectrum is None:
             placements = [driver.place(setting, method, balance, heldout)]
             placements[0].save(temporary)
@@ -153,13 +160,19 @@ def _setting(
     listen: Progress,
     redundant: int,
     dispatch: str,
+    also: Sequence[str] = (),
 ) -> Setting:
     from coterie.placement.driver import prepare
     from coterie.topology import Topology
     from coterie.trace.open import open_trace
 
     parsed = Topology.parse(topology)
-    trace = open_trace(source, format=format_name, progress=listen)
-    return prepare(
-        trace, parsed, seed=seed, keep_groups=keep_groups, progress=listen, redundant=redundant, dispatch=dispatch
-    )
+    traces = [open_trace(each, format=format_name, progress=listen) for each in (source, *also)]
+    options: dict[str, Any] = {
+        "seed": seed, "keep_groups": keep_groups, "progress": listen, "redundant": redundant, "dispatch": dispatch,
+    }  # fmt: skip
+    if len(traces) == 1:
+        return prepare(traces[0], parsed, **options)
+    from coterie.placement.mixture import prepare_mixture
+
+    return prepare_mixture(traces, parsed, **options)

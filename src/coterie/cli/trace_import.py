@@ -38,12 +38,16 @@ def trace_import(
 ) -> None:
     """Import a recording of routing; warm-up and padding rows are dropped and counted."""
     from coterie.families import load_spec
+    from coterie.profile.from_histogram import REBUILT, rebuilt_from_histogram
     from coterie.trace.open import import_trace
 
     spec = None if model is None else load_spec(model)
     change = _numbering(model, unbake)
     with progress() as listener:
         trace = import_trace(source, out, format, spec, listener, num_experts=experts, change=change)
+    suspicion = rebuilt_from_histogram(trace)
+    if suspicion:
+        note(f"warning: this may be rebuilt from load histograms: {suspicion}; {REBUILT}")
     dropped, inferred = trace.provenance.get("dropped", {}), trace.provenance.get("inferred", {})
     if as_json:
         emit_json(
@@ -51,7 +55,7 @@ def trace_import(
                 "out": str(out), "format": trace.provenance.get("format"), "model": trace.spec.model,
                 "layers": trace.num_layers, "tokens": trace.num_tokens, "experts": trace.spec.num_experts,
                 "top_k": trace.spec.top_k, "sequences": trace.num_sequences, "weights": trace.weights is not None,
-                "dropped": dropped, "inferred": inferred,
+                "dropped": dropped, "inferred": inferred, "rebuilt_from_histogram": suspicion,
             }
         )  # fmt: skip
         return

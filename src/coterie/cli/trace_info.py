@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from coterie.cli.common import JsonOption, emit_json, progress, say, table
+from coterie.cli.common import JsonOption, emit_json, note, progress, say, table
 
 
 def trace_info(
@@ -14,16 +14,21 @@ def trace_info(
     as_json: JsonOption = False,
 ) -> None:
     """Print a trace's shape and origin, and how uneven its loads and combinations are."""
+    from coterie.profile.from_histogram import REBUILT, rebuilt_from_histogram
     from coterie.profile.summary import summarise
     from coterie.trace.open import open_trace
 
     with progress() as listener:
-        summary = summarise(open_trace(trace, progress=listener), listener)
+        opened = open_trace(trace, progress=listener)
+        summary = summarise(opened, listener)
+    summary["rebuilt_from_histogram"] = rebuilt_from_histogram(opened)
     if as_json:
         emit_json(summary)
         return
     for line in _head(trace, summary):
         say(line)
+    if summary["rebuilt_from_histogram"]:
+        note(f"warning: it may be rebuilt from load histograms: {summary['rebuilt_from_histogram']}; {REBUILT}")
     say()
     say("Per layer: max over mean expert load; experts never chosen; share of the uses that the top 25% of")
     say(f"{summary['pairs']} hold; shares of all pairs that hold 60% and 90% of the uses")

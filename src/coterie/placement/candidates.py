@@ -34,6 +34,7 @@ class Setting:
         progress: told how far it is.
         redundant: slots of a layer for copies of experts.
         dispatch: the rule by which tokens choose copies (`copies.RULES`).
+        domain_T: [T] which workload every token of the trace is of, so that none is traded for another; None: one.
     """
 
     trace: RoutingTrace
@@ -44,6 +45,7 @@ class Setting:
     progress: Progress
     redundant: int = 0
     dispatch: str = FEWEST_DEVICES
+    domain_T: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True)
@@ -116,14 +118,15 @@ def propose(setting: Setting, method: str, tokens: TokenSelector, sample: int = 
     def one(layer: int) -> NDArray[Any]:
         problem = build_problem(
             setting.trace, layer, setting.topology, tokens, setting.keep_groups, sample, setting.redundant,
-            setting.dispatch,
+            setting.dispatch, setting.domain_T,
         )  # fmt: skip
         return place(problem, setting.objective, setting.seed + layer)
 
     devices = map_layers(one, num_layers, f"placing ({method})", setting.progress)
     fit = _measure(setting, devices, tokens)
     selected = np.arange(setting.trace.num_tokens, dtype=np.int64)[tokens]
-    parts = [_measure(setting, devices, selected[cut]) for cut in windows(selected.size)]
+    domain_T = None if setting.domain_T is None else setting.domain_T[tokens]
+    parts = [_measure(setting, devices, selected[cut]) for cut in windows(selected.size, domain_T)]
     costs = _mean([part.costs(setting.objective) for part in parts])
     balances = _mean([fit.values("balance"), _mean([part.values("balance") for part in parts])])
     return Candidates(devices, fit, costs, balances, build_path(costs, balances))

@@ -21,6 +21,7 @@ from coterie.placement.numbering import EXPERT_ORDER_KEY
 from coterie.placement.objective import Objective
 from coterie.placement.placement import Placement
 from coterie.placement.problem import TRIAL_TOKENS
+from coterie.profile.from_histogram import REBUILT, rebuilt_from_histogram
 from coterie.progress import Progress, silent
 from coterie.topology import Topology
 from coterie.trace.routing_trace import ALL_TOKENS, RoutingTrace, TokenSelector
@@ -66,6 +67,9 @@ def prepare(
     if redundant:
         _check_copies(redundant, int(slots_G.max()), spec.num_experts, topology, keep_groups=keep_groups)
         keep_groups = False  # groups matter where experts are renumbered; copies cannot be
+    suspicion = rebuilt_from_histogram(trace)
+    if suspicion:
+        warnings.warn(f"the trace may be rebuilt from load histograms: {suspicion}; {REBUILT}", stacklevel=2)
     if keep_groups and spec.num_groups == 1:
         raise ConfigError(f"--keep-groups needs a model that routes by groups; {spec.model} has num_groups = 1")
     grouped = spec.num_groups > 1 if keep_groups is None else keep_groups

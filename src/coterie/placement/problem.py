@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -94,12 +95,14 @@ def build_problem(
     sample: int = SEARCH_TOKENS,
     redundant: int = 0,
     dispatch: str = FEWEST_DEVICES,
+    domain_T: NDArray[np.int64] | None = None,
 ) -> LayerProblem:
     """The placement problem of MoE layer `layer` on the selected tokens.
 
     Loads and co-activation count every token; the sets come from at most `sample` evenly spaced ones, in
-    NUM_WINDOWS windows of consecutive tokens (fewer when there are few tokens). `redundant` slots are left for
-    copies of experts, which tokens choose by the rule `dispatch`.
+    NUM_WINDOWS windows of consecutive tokens (fewer when there are few tokens), or in one window for each domain where
+    `domain_T` [T] says which of the trace's tokens is of which. `redundant` slots are left for copies of experts, which
+    tokens choose by the rule `dispatch`.
 
     Raises:
         ConfigError: when a token has more experts than MAX_TOP_K.
@@ -111,7 +114,7 @@ def build_problem(
     num_experts = trace.spec.num_experts
     ids_TK, kept_TK = routing.expert_ids_TK, routing.kept_TK
     stride = -(-len(ids_TK) // sample)
-    cuts = windows(len(ids_TK))
+    cuts = windows(len(ids_TK), None if domain_T is None else domain_T[tokens])
     parts = [
         merge_sets(ids_TK[cut][::stride], None if kept_TK is None else kept_TK[cut][::stride], num_experts)
         for cut in cuts
@@ -131,11 +134,15 @@ def build_problem(
     )
 
 
-def windows(num_tokens: int) -> list[slice]:
-    """Consecutive windows of equal size (to one token) that cover the tokens.
+def windows(num_tokens: int, domain_T: NDArray[np.int64] | None = None) -> Sequence[TokenSelector]:
+    """Parts of the tokens in which the busiest device is looked for, that cover them all.
 
-    NUM_WINDOWS, or fewer, so that each holds WINDOW_TOKENS: in a small window chance decides which device is busiest.
+    Consecutive windows of equal size (to one token), NUM_WINDOWS or fewer, so that each holds WINDOW_TOKENS: in a small
+    window chance decides which device is busiest. With the domain of every token, [num_tokens], one for each domain:
+    what is balanced over a mixture need not be so for any of its parts.
     """
+    if domain_T is not None:
+        return [np.flatnonzero(domain_T == domain) for domain in np.unique(domain_T)]
     count = max(1, min(NUM_WINDOWS, num_tokens // WINDOW_TOKENS))
     ends = np.linspace(0, num_tokens, count + 1).round().astype(int)
     return [slice(int(start), int(end)) for start, end in pairwise(ends)]

@@ -46,19 +46,26 @@ class Page:
             self._parts.append(f'<p class="note">{escape(self.subject)}</p>')
         self._parts += [f"<p>{escape(text)}</p>" for text in paragraphs]
 
+    def paragraph(self, text: str) -> None:
+        """A paragraph in the section begun last."""
+        self._parts.append(f"<p>{escape(text)}</p>")
+
     def table(self, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """A table; numbers are shown to four significant digits."""
         head = "".join(f"<th>{escape(header)}</th>" for header in headers)
         body = "".join("<tr>" + "".join(f"<td>{escape(cell(value))}</td>" for value in row) + "</tr>" for row in rows)
         self._parts.append(f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>')
 
-    def figure(self, figure: Any) -> None:
+    def figure(self, figure: Any, top: int = 40) -> None:
         """A plotly figure, as wide as the page.
 
         Args:
             figure: a plotly `Figure`.
+            top: pixels above it, for a menu or a legend.
         """
-        figure.update_layout(template="plotly_white", margin={"l": 60, "r": 20, "t": 40, "b": 60}, autosize=True)
+        figure.update_layout(template="plotly_white", margin={"l": 60, "r": 20, "t": top, "b": 60}, autosize=True)
+        if figure.layout.legend.orientation is None:  # beside the plot it would leave none of a phone's width
+            figure.update_layout(legend={"orientation": "h", "yanchor": "top", "y": -0.2, "x": 0})
         name = f"figure-{self._figures}"
         self._figures += 1
         self._parts.append(

@@ -116,6 +116,17 @@ def test_place_within_a_balance_and_on_all_tokens(run: Run) -> None:
     assert result["method"]["balance"] == 1.5
 
 
+def test_place_for_two_workloads(run: Run) -> None:
+    arguments = ("place", "t.safetensors", "--also", "u.safetensors", "--topology", "4", "--out", "p.json", "--json")
+    code, _, err = run(*arguments)
+    assert code == 2
+    assert "u.safetensors does not exist" in err
+    RoutingTrace.load("t.safetensors").save("u.safetensors")
+    code, out, err = run(*arguments)
+    assert (code, err) == (0, "")
+    assert json.loads(out)["method"]["trace"]["tokens"] == 800
+
+
 def test_a_spectrum_is_a_folder_with_an_index(run: Run) -> None:
     arguments = ("place", "t.safetensors", "--topology", "4", "--out", "out")
     code, out, err = run(*arguments, "--spectrum", "5", "--json")

@@ -136,3 +136,16 @@ def test_more_experts_a_token_than_a_byte_counts_are_refused() -> None:
         level = build_level(graph, np.repeat(np.arange(2, dtype=np.int32), MAX_TOP_K), 2, True)
         assert level.count_UP.tolist() == [[MAX_TOP_K, 0]]
         assert not level.leave_VE.any()
+
+
+def test_with_domains_each_is_a_window(make_trace: Any) -> None:
+    trace = make_trace(layers=1, tokens=90)
+    domain_T = np.arange(90, dtype=np.int64) % 3
+    problem = build_problem(trace, 0, Topology.parse("4"), slice(0, 60), domain_T=domain_T)
+    ids = np.asarray(trace.expert_ids[0])
+    for window in range(3):
+        chosen = problem.window_U == window
+        assert problem.multiplicity_U[chosen].sum() == 20
+        expected = {tuple(sorted(row)) for row in ids[window:60:3].tolist()}
+        assert {tuple(row) for row in problem.sets_UK[chosen].tolist()} == expected
+    assert np.concatenate(windows(9, domain_T[:9])).tolist() == [0, 3, 6, 1, 4, 7, 2, 5, 8]

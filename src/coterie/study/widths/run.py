@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -11,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import coterie
-from coterie.errors import ConfigError, unknown_name
-from coterie.files import write_text
+from coterie.errors import unknown_name
 from coterie.report.page import Page
+from coterie.study.output import prepare_folder, write_study
 from coterie.study.widths import (
     asymmetric,
     curves,
@@ -98,29 +97,6 @@ def make_page(context: StudyContext, result: dict[str, Any], studies: Sequence[S
     for study in studies:
         study.show(page, result[study.name] | {name: result[name] for name in study.lifted})
     return page
-
-
-def write_study(page: Page, result: dict[str, Any], out: Path) -> None:
-    """Write index.html and study.json into a folder, each whole or not at all.
-
-    Raises:
-        ConfigError: when the folder cannot be made or written to.
-    """
-    prepare_folder(out)
-    page.save(out / "index.html")
-    write_text(out / "study.json", json.dumps(result, allow_nan=False, indent=1) + "\n")
-
-
-def prepare_folder(out: Path) -> None:
-    """Make the folder, before the long work.
-
-    Raises:
-        ConfigError: when it cannot be.
-    """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make the folder {out}: {error.strerror}; choose another with --out") from None
 
 
 def _head(context: StudyContext) -> dict[str, Any]:

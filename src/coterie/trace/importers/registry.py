@@ -43,4 +43,7 @@ def detect(path: Path) -> Importer:
         raise TraceError(f"{path} may be {names}; name its format with --format")
     if path.is_file() and path.stat().st_size == 0:
         raise TraceError(f"{path} is empty; record it again")
-    raise TraceError(f"{path} is of no known trace format; name one with --format: {', '.join(FORMATS)}")
+    raise TraceError(
+        f"{path} is of no known trace format; name one with --format: {', '.join(FORMATS)}; tables of loads "
+        "without tokens are read by coterie loads"
+    )

@@ -223,7 +223,10 @@ def _passes(files: list[Path]) -> Iterator[tuple[Pass, NDArray[np.int64]]]:
         dump = load_torch_file(file)
         if not isinstance(dump, dict) or not isinstance(dump.get("records"), list):
             if isinstance(dump, dict) and "logical_count" in dump:
-                raise TraceError(f"{file.name} holds loads (mode stat), which say nothing of company; {_REMEDY}")
+                raise TraceError(
+                    f"{file.name} holds loads (mode stat), which say nothing of company; read them with coterie loads, "
+                    f"or {_REMEDY}"
+                )
             raise TraceError(f"{file.name} is no recording of SGLang: it has no list of records; {_REMEDY}")
         logical_LP = _map(dump.get("last_physical_to_logical_map"), file.name)
         for index, record in enumerate(dump["records"]):

@@ -1,0 +1,120 @@
+"""`coterie advise`: whether placing experts pays here, and how to use what is recommended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from coterie.cli.common import JsonOption, SeedOption, emit_json, note, progress, say, table, warnings_as_notes
+from coterie.cli.place import COLUMNS, HEADERS, LEGEND, FormatOption, TopologyOption, TraceArgument
+
+if TYPE_CHECKING:
+    from coterie.models.expert_shape import ExpertSizes
+    from coterie.trace.routing_trace import RoutingTrace
+
+_MODEL, _FILE = "MODEL", "placement.json"
+
+
+def advise(
+    source: TraceArgument,
+    topology: TopologyOption,
+    engine: Annotated[str, typer.Option("--engine", help="vllm, sglang or tensorrt-llm.")],
+    model: Annotated[
+        str | None, typer.Option("--model", help="The model's config.json, folder or name: sizes for times and memory.")
+    ] = None,
+    backend: Annotated[
+        str | None, typer.Option("--backend", help="The engine's all-to-all backend; none where it has none.")
+    ] = None,
+    redundant: Annotated[int, typer.Option("--redundant", min=0, help="Slots for copies whose memory to price.")] = 0,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Tokens of each rank in a step.")] = 64,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the recommended placement there, .json.")] = None,
+    heldout: Annotated[float, typer.Option(help="Share of the tokens, the latest sequences, that only measure.")] = 0.2,
+    format_name: FormatOption = None,
+    seed: SeedOption = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Say whether placing experts pays on these devices, what it changes, and the commands to use it.
+
+    Times need a topology from coterie calibrate; without one, placements are compared by counts.
+    """
+    from coterie.models.expert_shape import expert_sizes
+    from coterie.placement.driver import prepare
+    from coterie.report.advice import Situation
+    from coterie.report.advice import advise as run
+    from coterie.report.advice_engines import backend_of, how_to_use
+    from coterie.topology import Topology
+    from coterie.trace.open import open_trace
+
+    chosen = backend_of(engine, backend)
+    devices = Topology.parse(topology)
+    sizes = None if model is None else expert_sizes(model)
+    with warnings_as_notes(), progress() as listen:
+        trace = open_trace(source, format=format_name, progress=listen)
+        _require_same(trace, sizes)
+        setting = prepare(trace, devices, seed=seed, progress=listen)
+        advice = run(setting, Situation(chosen, sizes, batch, redundant), heldout)
+    use = how_to_use(engine, advice.placement, str(out or _FILE), model or _MODEL, chosen)
+    if out is not None:
+        advice.placement.save(out)
+    if as_json:
+        used = use.to_json() if advice.found["gain"] else {"commands": [], "notes": []}
+        emit_json({"engine": engine, "out": None if out is None else str(out), **advice.found, **used})
+        return
+    _show(advice.found, engine)
+    if advice.found["gain"]:
+        say("to use it:" if out is not None else f"to use it, write it with --out {_FILE}, and then:")
+        for command in use.commands:
+            say(f"  {command}")
+        for line in use.notes:
+            say(f"note: {line}")
+    if out is not None:
+        say(f"wrote {out}")
+
+
+def _require_same(trace: RoutingTrace, sizes: ExpertSizes | None) -> None:
+    from coterie.errors import TraceError
+
+    if sizes is None:
+        return
+    mine, theirs = trace.spec, sizes.spec
+    if (mine.num_layers, mine.num_experts, mine.top_k) != (theirs.num_layers, theirs.num_experts, theirs.top_k):
+        raise TraceError(
+            f"the trace is of {mine.model} ({mine.num_layers} layers, {mine.num_experts} experts, top-{mine.top_k}), "
+            f"--model is {theirs.model} ({theirs.num_layers}, {theirs.num_experts}, top-{theirs.top_k}); give its own"
+        )
+
+
+def _show(found: Mapping[str, Any], engine: str) -> None:
+    about = found["trace"]
+    say(
+        f"{about['model']}, {engine} with {found['backend']}: fitted on {about['fit_tokens']:,} tokens, chosen on "
+        f"{about['choice_tokens']:,} by {found['compared_by']}, judged on {about['judging_tokens']:,}, measured on "
+        f"{about['heldout_tokens']:,}"
+    )
+    rows = []
+    timed = all("step_s" in each for each in found["expected"].values())
+    for name, each in found["expected"].items():
+        times = [f"{each[key] * 1e3:.2f} ms" for key in ("compute_s", "communication_s", "step_s")] if timed else []
+        rows.append([name, *(each[key] for key in COLUMNS), *times])
+    table(["expected", *HEADERS, *(["experts", "exchanges", "step"] if timed else [])], rows)
+    say(LEGEND)
+    if timed:
+        note("times are predicted from the topology's measured numbers, all MoE layers together, not measured")
+    else:
+        note("no times: the topology is not calibrated (coterie calibrate), or the hidden size unknown (--model)")
+    memory = found["memory"]
+    if memory["expert_bytes"] is not None:
+        each = f"one expert takes {memory['expert_bytes'] / 1e6:.1f} MB in each layer"
+        slots = memory["redundant"]
+        copies = (
+            f"; {slots} redundant slots a layer take {memory['redundant_bytes_per_device'] / 1e9:.2f} GB on a device"
+        )
+        say(each + (f"{copies} (coterie place --redundant {slots})" if slots else ""))
+    say(
+        found["reason"]
+        if not found["gain"]
+        else f"use {found['recommended']}, by {found['compared_by']}: {found['reason']}"
+    )
