@@ -21,6 +21,7 @@ _INTERRUPTED = """
 import os, signal, sys
 from contextlib import contextmanager
 import coterie.cli.main, coterie.cli.pack
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 @contextmanager
 def progress():
     def listen(what, done, total):

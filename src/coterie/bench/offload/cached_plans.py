@@ -18,7 +18,7 @@ from coterie.progress import Progress, silent
 from coterie.pruning.width_planning import plan_widths
 from coterie.study.measure import Bench, bootstrap
 
-CACHED, SKIPPED = "value 1.5%, cached", "skip-on-miss"
+CACHED, SKIPPED = "value 1.5% + cached", "skip-on-miss"
 _TRIES = 4
 _SEQUENCES = 4
 _CALIBRATION_WINDOWS = 16

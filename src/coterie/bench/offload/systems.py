@@ -49,7 +49,7 @@ def lossless_systems(top_k: int) -> list[System]:
         System(MOE_OFFLOAD[0], "lru-whole", "fifo", about="LRU of whole experts over all layers, on demand"),
         System(MOE_OFFLOAD[1], "lru-layer-whole", "fifo", about="the same, layer by layer: MoE-Offload's"),
         System(LOSSLESS, about="ours at full width"),
-        System("lossless, ahead", options={"ahead": True}, about="the same, reading ahead while the link is idle"),
+        System("lossless + ahead", options={"ahead": True}, about="the same, reading ahead while the link is idle"),
     ]
 
 
@@ -66,7 +66,7 @@ def width_systems() -> list[System]:
 def cached_systems() -> list[System]:
     """Those whose outputs depend on what is cached; their settings are chosen for every budget."""
     return [
-        System("value 1.5%, cached", widths="value 1.5%, cached", by_budget=True,
+        System("value 1.5% + cached", widths="value 1.5% + cached", by_budget=True,
                about="value widths, and what is resident beyond them for free; at most 1.5%"),
         System("skip-on-miss", by_budget=True, about="full width; light experts that miss are skipped; at most 1.5%"),
     ]  # fmt: skip
