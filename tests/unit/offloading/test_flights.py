@@ -115,3 +115,18 @@ def test_closing_is_told_and_a_timeout_is_positive(make: Any) -> None:
     assert "was closed" in str(setting.flights.failed)
     with pytest.raises(ConfigError, match="timeout = 0; it must be positive"):
         make(timeout=0)
+
+
+def test_what_is_being_given_back_is_not_read_into_before(make: Any) -> None:
+    blocks = make().cache.shape.blocks
+    setting = make(2 * blocks, timeout=0.3)
+    setting.gate.set()
+    for expert in (3, 4):
+        setting.ask(0, expert, blocks)
+        setting.flights.wait_for(0, expert)
+        setting.cache.used(0)
+    setting.gate.clear()
+    setting.ask(1, 5, blocks)  # in the place of expert 3, by a read that does not end
+    setting.cache.used(1)
+    with pytest.raises(CheckpointError, match="expert 5 has not ended"):
+        setting.ask(0, 3, blocks)
