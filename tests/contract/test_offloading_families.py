@@ -13,6 +13,12 @@ from coterie.families import FAMILIES
 pytestmark = pytest.mark.needs("transformers")
 
 
+@pytest.fixture(autouse=True)
+def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts are read and computed block by block, as large ones are."""
+    monkeypatch.setattr("coterie.offloading.link._READ_BYTES", 1)
+
+
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
 def family(request: pytest.FixtureRequest, tiny_checkpoint: Any, make_profile: Any) -> Any:
     """The checkpoint, the resident model, and a profile of it with importances by chance."""

@@ -60,6 +60,7 @@ class DeviceMemory:
         self._slots: dict[tuple[int, int], list[int]] = {}
         self._arriving: dict[tuple[int, int], list[Event]] = {}
         self.shared = False  # a block must be free before it is given to another expert
+        self.piecewise = False  # a scattered expert would be gathered again for every piece
         self.beside_bytes = longest * layout.block_bytes + beside_bytes
         self.gathered_bytes = 0
 

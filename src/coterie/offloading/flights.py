@@ -90,26 +90,28 @@ class Flights:
         self._read(layer, expert, 0, blocks)
         self.wait_for(layer, expert)
 
-    def is_here(self, layer: int, expert: int) -> bool:
-        """Whether waiting for an expert would take no time."""
-        return all(load.ended for load in self._flying.get((layer, expert), ()))
+    def is_here(self, layer: int, expert: int, blocks: int | None = None) -> bool:
+        """Whether waiting for an expert, or its first `blocks` blocks, would take no time."""
+        return all(load.has(blocks) for load in self._flying.get((layer, expert), ()))
 
-    def wait_for(self, layer: int, expert: int) -> None:
-        """Until an expert has arrived, and the cache knows.
+    def wait_for(self, layer: int, expert: int, blocks: int | None = None) -> None:
+        """Until an expert has arrived, and the cache knows; or until its first `blocks` blocks can be used.
 
         Raises:
             CheckpointError: when a read fails or does not end in time, or a block is corrupted.
         """
         loads = self._flying.get((layer, expert))
-        if not loads:
+        if not loads or (blocks is not None and self.is_here(layer, expert, blocks)):
             return
         began = time.perf_counter()
         for load in loads:
-            self._end(load)
+            self._end(load, blocks)
         ended = time.perf_counter()
         self._stats.exposed_seconds += ended - began
         if self._timeline is not None:
             self._timeline.add(WAIT, f"layer {layer} expert {expert}", began, ended)
+        if blocks is not None:
+            return
         self._cache.loaded(layer, np.array([(expert, load.first, load.end) for load in loads]))
         del self._flying[layer, expert]
         self._rates.loaded(self._link.loaded_bytes, self._link.busy_seconds)
@@ -161,10 +163,10 @@ class Flights:
         self._held[layer, expert] = end
         return load
 
-    def _end(self, load: Load) -> None:
-        """Wait for a load; one that does not end makes the model unusable, since it may still write."""
+    def _end(self, load: Load, blocks: int | None = None) -> None:
+        """Wait for a load, see `Load.wait`; one that does not end makes the model unusable: it may still write."""
         try:
-            load.wait(self._timeout if self.failed is None else 0)
+            load.wait(self._timeout if self.failed is None else 0, blocks)
         except CheckpointError as error:
             if not load.ended:
                 self.failed = self.failed or error

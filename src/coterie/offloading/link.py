@@ -24,50 +24,64 @@ _ATTEMPTS = 2
 
 
 class Load:
-    """Blocks on their way; done when all have arrived, or one could not."""
+    """Blocks on their way; done when all have arrived, or one could not.
+
+    Attributes:
+        here: the blocks before this one have arrived, and been checked.
+        ended: whether no read of it is under way any more.
+    """
 
     def __init__(self, layer: int, expert: int, first: int, end: int) -> None:
         self.layer, self.expert, self.first, self.end = layer, expert, first, end
+        self.here, self.ended = first, False
         self.error: CheckpointError | None = None
         self.cancelled = False
-        self._ended = threading.Event()
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._parts = 0
+        self._early: dict[int, int] = {}  # parts that arrived before one in front of them: first block, end
 
     def cancel(self) -> None:
         """Begin no more of its reads; it ends with the one under way, and none of it counts as arrived."""
         self.cancelled = True
 
-    @property
-    def ended(self) -> bool:
-        """Whether no read of it is under way any more."""
-        return self._ended.is_set()
+    def has(self, blocks: int | None) -> bool:
+        """Whether those of its blocks that are among an expert's first `blocks` are here; None: whether it ended."""
+        return self.ended if blocks is None else self.here >= min(blocks, self.end)
 
-    def wait(self, timeout: float) -> None:
-        """Wait for it, at most `timeout` seconds.
+    def wait(self, timeout: float, blocks: int | None = None) -> None:
+        """Wait until it has ended, at most `timeout` seconds.
+
+        Args:
+            timeout: seconds.
+            blocks: wait only for what it brings of the expert's first so many blocks.
 
         Raises:
             CheckpointError: when it failed, or did not end in time.
         """
-        if not self._ended.wait(timeout):
-            raise CheckpointError(
-                f"reading layer {self.layer}, expert {self.expert} has not ended after {timeout:g} s; the disk stalls: "
-                "check it, or allow more with timeout"
-            )
-        if self.error is not None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.ended or self.has(blocks), timeout):
+                raise CheckpointError(
+                    f"reading layer {self.layer}, expert {self.expert} has not ended after {timeout:g} s; the disk "
+                    "stalls: check it, or allow more with timeout"
+                )
+        if self.error is not None and (blocks is None or not self.has(blocks)):
             raise self.error
 
     def expect(self, parts: int) -> None:
         """It will come in so many parts."""
         self._parts = parts
 
-    def arrive(self, error: CheckpointError | None = None) -> None:
-        """A part has ended."""
-        with self._lock:
+    def part_ended(self, first: int, end: int, error: CheckpointError | None = None, arrived: bool = True) -> None:
+        """The part from block `first` to before `end` has ended, well if it arrived and there is no error."""
+        with self._changed:
             self.error = self.error or error
+            if arrived and error is None:
+                self._early[first] = end
+                while (after := self._early.pop(self.here, None)) is not None:
+                    self.here = after
             self._parts -= 1
-            if self._parts == 0:
-                self._ended.set()
+            self.ended = self._parts == 0
+            self._changed.notify_all()
 
 
 Room = Callable[[int], Callable[[], None]]
@@ -86,7 +100,7 @@ class Read:
 
 
 def blocks_a_read(layout: StoreLayout) -> int:
-    """The most blocks in one read."""
+    """The most blocks in one read; reads end at multiples of it, or where the load does."""
     return min(layout.blocks, max(1, _READ_BYTES // layout.block_bytes))
 
 
@@ -145,11 +159,13 @@ class Link:
         step = blocks_a_read(layout)
         base, _ = layout.span(first, end)
         reads = []
-        for start in range(first, end, step):
-            stop = min(start + step, end)
+        start = first
+        while start < end:
+            stop = min(start + step - start % step, end)
             offset, nbytes = layout.span(start, stop)
             part = None if into is None else into[offset - base : offset - base + nbytes]
             reads.append(Read(load, start, stop, part, None if room is None else room(stop - start)))
+            start = stop
         load.expect(len(reads))
         for each in reads:
             self._queue.put(each)
@@ -167,17 +183,18 @@ class Link:
 
     def _work(self) -> None:
         while (each := self._queue.get()) is not None:
-            error = None
+            error, wanted = None, True
             try:
                 if each.make_room is not None:
                     each.make_room()
-                if each.load.error is None and not each.load.cancelled:
+                wanted = each.load.error is None and not each.load.cancelled
+                if wanted:
                     self._transfer(each)
             except CheckpointError as reason:
                 error = reason
             except Exception as reason:  # whatever it is, somebody waits for this read
                 error = CheckpointError(f"cannot read {self._store.experts_file}: {reason}")
-            each.load.arrive(error)
+            each.load.part_ended(each.first, each.end, error, wanted)
 
     @contextmanager
     def landing(self, read: Read) -> Iterator[memoryview]:

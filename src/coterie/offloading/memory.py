@@ -26,9 +26,11 @@ class Memory(Protocol):
         beside_bytes: what it takes of the budget beside the experts.
         gathered_bytes: what it copied so far to have experts in one piece.
         shared: whether the link's threads may evict.
+        piecewise: whether an expert's first blocks can be computed while others arrive.
     """
 
     shared: bool
+    piecewise: bool
     beside_bytes: int
     gathered_bytes: int
 
@@ -59,7 +61,7 @@ class ExpertMemory:
     def __init__(self, layout: StoreLayout, poison: bool = False) -> None:
         self._layout, self._poison = layout, poison
         self.beside_bytes = self.gathered_bytes = 0
-        self.shared = True
+        self.shared = self.piecewise = True
         try:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
             self._memory = mmap.mmap(-1, layout.total_bytes, flags=flags)

@@ -42,7 +42,7 @@ def offload(
     schedule: str = "johnson", threads: int = 2, direct: bool = True, bandwidth: float | None = None,
     timeout: float = 60.0, ahead: bool = False, check: bool = False, timeline: Timeline | None = None,
     device: str | Device | None = None, use_cached: bool | WidthPlan | Widths = False,
-    skip_misses: float | None = None, observe: Observe | None = None,
+    skip_misses: float | None = None, observe: Observe | None = None, pieces: bool = True,
 ) -> Any:  # fmt: skip
     """A model that runs as usual, its experts read from a store as they are needed and kept as a budget allows.
 
@@ -75,6 +75,8 @@ def offload(
         skip_misses: F: a chosen expert that would miss is skipped where its normalised weight is below F / K, which
             costs quality; 0 or None: never.
         observe: told of every visit's experts and the widths that they run.
+        pieces: compute the first neurons of a large expert while the others are read (on the CPU); else an expert
+            computes when all of it has arrived. Outputs of the two may differ in their last bits.
 
     Raises:
         BackendUnavailable: without torch or transformers, or such a device.
@@ -105,7 +107,7 @@ def offload(
     memory, link = places.memory_and_link(blocks, check, direct, bandwidth, timeline, timeout)
     runtime = Runtime(
         opened, cache, memory, link, gates, choice, schedule, timeout, ahead, check, timeline, bandwidth,
-        biases, observe,
+        biases, observe, pieces,
     )  # fmt: skip
     for layer in layers:
         _replace_forward(layer, runtime, timeline)

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -21,9 +22,10 @@ from coterie.errors import BudgetError, CheckpointError, ConfigError
 from coterie.offloading.ahead import Ahead
 from coterie.offloading.demand import fill_demand
 from coterie.offloading.flights import Flights
-from coterie.offloading.link import Link
+from coterie.offloading.link import Link, blocks_a_read
 from coterie.offloading.load_order import LoadOrder, Rates
 from coterie.offloading.memory import TYPES, Memory
+from coterie.offloading.pieces import PiecewiseExpert
 from coterie.offloading.stats import OffloadStats
 from coterie.offloading.timeline import COMPUTE, Timeline
 from coterie.offloading.visit import Visit, no_expert
@@ -40,9 +42,9 @@ Observe = Callable[[int, Tensor, Tensor, Tensor], None]
 class Runtime:
     """Runs layers' experts within a budget; one computation at a time, reads by the link's threads.
 
-    A visit: plan widths; ask the cache; start the loads in the schedule's order; compute whatever is there, waiting
-    only when nothing is; sum each token's slots in their order. So outputs do not depend on what was resident, on the
-    schedule or on the budget, unless the choice of widths does (`WidthChoice`).
+    A visit: plan widths; ask the cache; start the loads in the schedule's order; compute whatever is there, pieces of
+    experts too, waiting only when nothing is; sum each token's slots in their order. So outputs do not depend on what
+    was resident, on the schedule or on the budget, unless the choice of widths does (`WidthChoice`).
 
     Source: CRISP §3.4, §4; neuron blocks, prefixes and Johnson's order go beyond the paper.
 
@@ -61,6 +63,7 @@ class Runtime:
         emulated_bandwidth: of the link, bytes per second, to be told; None: it is real.
         biases: each layer's; None: no expert has any.
         observe: told of every visit's widths as they run.
+        pieces: compute pieces of experts while others arrive, where the memory allows.
     """
 
     def __init__(
@@ -68,12 +71,15 @@ class Runtime:
         choice: WidthChoice | None = None, schedule: str = "johnson", timeout: float = 60.0, ahead: bool = False,
         check: bool = False, timeline: Timeline | None = None, emulated_bandwidth: float | None = None,
         biases: Sequence[Biases | None] | None = None, observe: Observe | None = None,
+        pieces: bool = True,
     ) -> None:  # fmt: skip
         self._store, self._cache, self._memory, self._link = store, cache, memory, link
         self._layout: StoreLayout = store.layout
         self._gates, self._observe = gates, observe
         self._biases = biases if biases is not None else [None] * store.layout.num_layers
         self._limits = (self._layout.num_experts, self._layout.width)
+        piece_blocks = blocks_a_read(self._layout) if pieces and memory.piecewise else self._layout.blocks
+        self._piece_neurons = piece_blocks * self._layout.block_neurons
         self._choice = choice or WidthChoice(self._layout.width, self._layout.block_neurons)
         self._need_E, self._rows_E = (np.zeros(self._layout.num_experts, np.int32) for _ in range(2))
         self._asked_N3 = np.zeros((self._layout.num_experts, 3), np.int64)
@@ -169,28 +175,45 @@ class Runtime:
         if self._observe is not None:
             self._observe(layer, slots.ids_TK.clone(), slots.weights_TK.clone(), slots.widths_TK.clone())
         outputs = {index: visit.work.outputs(index, no_expert) for index in visit.idle}
-        pending, admitted = deque(order), deque[int]()
+        pending = deque(PiecewiseExpert(visit, expert, self._piece_neurons) for expert in order)
+        admitted = deque[PiecewiseExpert]()
         if whole:  # what needs nothing, and runs what is resident, comes first
-            pending, admitted = admitted, deque((*(each for each in visit.groups_of if each not in visit.need), *order))
+            free = [each for each in visit.groups_of if each not in visit.need]
+            admitted.extend(PiecewiseExpert(visit, expert, self._piece_neurons) for expert in free)
+            admitted.extend(pending)
+            pending.clear()
         while admitted or pending:
-            while pending and self._admit(visit, pending[0]):
+            while pending and self._admit(visit, pending[0].expert):
                 admitted.append(pending.popleft())
             if not admitted:
-                needed = visit.need[pending[0]] * self._layout.block_bytes
-                raise BudgetError(
-                    f"a budget of {self._stats.budget_bytes:,} bytes does not hold expert {pending[0]} of layer "
-                    f"{layer}, {needed:,} bytes as wide as it runs; the smallest workable one holds that"
-                )
-            expert = next((each for each in admitted if flights.is_here(layer, each)), admitted[0])
-            admitted.remove(expert)
-            flights.wait_for(layer, expert)
+                self._refuse(layer, pending[0].expert, visit.need[pending[0].expert])
+            job = next(
+                (each for each in admitted if flights.is_here(layer, each.expert, self._blocks(each))), admitted[0]
+            )
+            flights.wait_for(layer, job.expert, self._blocks(job))
             if whole:
                 self._look_ahead(layer)
-            outputs |= self._compute(visit, expert)
+            self._compute(visit, job)
+            if not job.done:
+                continue
+            admitted.remove(job)
+            flights.wait_for(layer, job.expert)
+            outputs |= job.outputs(hidden_TH.dtype)
             if not whole:
-                self._cache.release(layer, expert)
+                self._cache.release(layer, job.expert)
         self._cache.used(layer)
         return self._combined(visit, outputs, slots.weights_TK)
+
+    def _blocks(self, job: PiecewiseExpert) -> int:
+        """The blocks that its next piece needs to be there."""
+        return self._layout.blocks_of(job.end)
+
+    def _refuse(self, layer: int, expert: int, blocks: int) -> NoReturn:
+        """Not even one expert fits."""
+        raise BudgetError(
+            f"a budget of {self._stats.budget_bytes:,} bytes does not hold expert {expert} of layer {layer}, "
+            f"{blocks * self._layout.block_bytes:,} bytes as wide as it runs; the smallest workable one holds that"
+        )
 
     def _demand(self, layer: int, slots: Slots) -> Visit:
         """What the slots ask of the cache; those that would miss may be skipped for it."""
@@ -249,33 +272,32 @@ class Runtime:
         self._flights.start(decision, [expert])
         return True
 
-    def _compute(self, visit: Visit, expert: int) -> dict[int, Tensor]:
-        """The outputs of an expert's groups."""
-        began = time.perf_counter()
+    def _compute(self, visit: Visit, job: PiecewiseExpert) -> None:
+        """The next piece of an expert."""
+        began, first, end, expert = time.perf_counter(), job.first, job.end, job.expert
         record, gate = self._memory.record(visit.layer, expert), self._gates[visit.layer]
         biases = self._biases[visit.layer]
 
-        def run(_: int, width: int, x_NH: Tensor, width_N: Tensor | None) -> Tensor:
-            output = run_record(record, width, gate, x_NH, width_N, biases, expert)
+        def run(first: int, end: int, x_NH: Tensor, width_N: Tensor | None) -> Tensor:
+            output = run_record(record, end, gate, x_NH, width_N, biases, expert, first)
             if self._check:
-                fresh = self._fresh(visit.layer, expert, width).to(output.device)
-                if not torch.equal(output, run_record(fresh, width, gate, x_NH, width_N, biases, expert)):
+                fresh = self._fresh(visit.layer, expert, end).to(output.device)
+                if not torch.equal(output, run_record(fresh, end, gate, x_NH, width_N, biases, expert, first)):
                     raise CheckpointError(
                         f"layer {visit.layer}, expert {expert} was computed with other weights than the store's; "
                         "report this"
                     )
             return output
 
-        outputs = {index: visit.work.outputs(index, run) for index in visit.groups_of[expert]}
-        ended = time.perf_counter()
+        job.compute(run)
+        ended, rows = time.perf_counter(), visit.rows_of(expert)
         self._stats.compute_seconds += ended - began
         if self._timeline is not None:
             name = f"layer {visit.layer} expert {expert}"
-            self._timeline.add(COMPUTE, name, began, ended, neurons=visit.width_of(expert), rows=visit.rows_of(expert))
-        used = self._layout.blocks_of(visit.width_of(expert)) * self._layout.block_bytes
+            self._timeline.add(COMPUTE, name, began, ended, neurons=end - first, rows=rows)
+        used = (self._layout.blocks_of(end) - self._layout.blocks_of(first)) * self._layout.block_bytes
         self._stats.computed_bytes += used
-        self._rates.computed(used * visit.rows_of(expert), ended - began)
-        return outputs
+        self._rates.computed(used * rows, ended - began)
 
     def _fresh(self, layer: int, expert: int, width: int) -> Tensor:
         """An expert's first neurons, read just now; the others are zero."""

@@ -31,21 +31,21 @@ class Gated:
             read(link, each, *where)
             self.events.append(f"read {name}")
 
-        def told_wait(flights: Any, layer: int, expert: int) -> None:
+        def told_wait(flights: Any, layer: int, expert: int, blocks: int | None = None) -> None:
             name = f"{layer}.{expert}"
             if not flights.idle and not self.opened[name].is_set():
                 self.events.append(f"wait {name}")
                 threading.Timer(0.05, self.opened[name].set).start()
-            wait(flights, layer, expert)
+            wait(flights, layer, expert, blocks)
 
-        def told_compute(runtime: Any, visit: Any, expert: int) -> Any:
-            self.events.append(f"compute {visit.layer}.{expert}")
+        def told_compute(runtime: Any, visit: Any, job: Any) -> None:
+            self.events.append(f"compute {visit.layer}.{job.expert}")
             for opened in self.opened.values():  # whatever is still to come is read while this computes
                 opened.set()
             until = time.monotonic() + 20
             while not runtime._flights.idle and time.monotonic() < until:
                 time.sleep(0.001)
-            return compute(runtime, visit, expert)
+            compute(runtime, visit, job)
 
         monkeypatch.setattr(Link, "_read_retrying", gated_read)
         monkeypatch.setattr(Flights, "wait_for", told_wait)

@@ -12,6 +12,7 @@ from coterie.bench.offload.replay import Replayer, replay_prefill
 from coterie.bench.offload.studies import Bench
 from coterie.bench.offload.systems import System
 from coterie.bench.offload.timing import Resident, Round, budget_bytes
+from coterie.offloading.link import blocks_a_read
 from coterie.offloading.model import offload
 from coterie.policies.schedule import get_schedule, makespan
 
@@ -28,6 +29,9 @@ def schedules(bench: Bench) -> dict[str, Any]:
     where there is no plan). Reading is slower than computing here, so every expert computes as many rows as it takes
     for both to be equal: all tokens of a prompt choose what one recorded token chose.
 
+    First as in the paper, an expert computed when all of it is there: an order then hides one expert behind another.
+    Then as the runtime does, in pieces.
+
     Source: CRISP §3.4.1, §5.4.
     """
     decisions = _decisions(bench)
@@ -36,19 +40,21 @@ def schedules(bench: Bench) -> dict[str, Any]:
     rows, rate = _balanced(bench, decisions, tokens, limit)
     jobs = [_jobs(bench, decisions, token) for token in tokens[1:]]
     found = []
-    for number, (name, ahead) in enumerate([*((name, False) for name in _ORDER), (_ORDER[-1], True)]):
-        room = 2 if ahead else 1
-        system = System("any", "lru-whole", name, options={"ahead": ahead}, budget_experts=room * bench.top_k)
+    runs = [(name, pieces, False) for pieces in (False, True) for name in _ORDER] + [(_ORDER[-1], True, True)]
+    for number, (name, pieces, ahead) in enumerate(runs):
+        room, options = 2 if ahead else 1, {"ahead": ahead, "pieces": pieces}
+        system = System("any", "lru-whole", name, options=options, budget_experts=room * bench.top_k)
         timed = _time(bench, system, decisions, tokens, rows, rate)
+        compute, piece = timed.stats.compute_seconds, blocks_a_read(bench.store.layout) if pieces else None
         found.append(
             {
-                "schedule": name + (", reading ahead" if ahead else ""), "overlap": timed.stats.overlap,
-                "attainable_overlap": timed.stats.attainable_overlap,
-                "within_a_layer": None if ahead else _expected(jobs, name, rate, timed.stats.compute_seconds),
+                "schedule": name + (", in pieces" if pieces else "") + (", reading ahead" if ahead else ""),
+                "overlap": timed.stats.overlap, "attainable_overlap": timed.stats.attainable_overlap,
+                "within_a_layer": None if ahead else _expected(bench, jobs, name, rate, compute, piece),
                 "tokens_per_s": timed.tokens_per_s,
             }
         )  # fmt: skip
-        bench.progress("schedules", number + 1, len(_ORDER) + 1)
+        bench.progress("schedules", number + 1, len(runs))
     about = f"schedules: an emulated link of {rate / 1e9:.2f} GB/s, {rows} rows an expert, loading as long as computing"
     return {"about": about, "rows": found, "bandwidth": rate, "rows_per_expert": rows, "asked_overlap": 0.78}
 
@@ -100,23 +106,28 @@ def _time(bench: Bench, system: System, decisions: Decisions, tokens: NDArray[An
         model.close()
 
 
-def _jobs(bench: Bench, decisions: Decisions, token: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-    """For every layer of a token the bytes and widths of its experts, in the router's order."""
-    uses, layout = decisions.uses(bench.store.layout), bench.store.layout
-    return [
-        (uses.blocks_TLK[token, layer] * layout.block_bytes, uses.blocks_TLK[token, layer])
-        for layer in range(layout.num_layers)
-    ]
+def _jobs(bench: Bench, decisions: Decisions, token: int) -> list[NDArray[Any]]:
+    """For every layer of a token the blocks of its experts, in the router's order."""
+    uses = decisions.uses(bench.store.layout)
+    return [uses.blocks_TLK[token, layer] for layer in range(bench.store.layout.num_layers)]
 
 
 def _expected(
-    jobs: list[list[tuple[NDArray[Any], NDArray[Any]]]], name: str, rate: float, compute_seconds: float
+    bench: Bench, jobs: list[list[NDArray[Any]]], name: str, rate: float, compute_seconds: float, piece: int | None
 ) -> float:
-    """The overlap that a schedule can have within one layer, reads and computations of the measured speeds."""
-    order, total = get_schedule(name), sum(float(nbytes.sum()) for token in jobs for nbytes, _ in token)
+    """The overlap that a schedule can have within one layer, reads and computations of the measured speeds.
+
+    An expert is as many jobs as it has pieces of `piece` blocks, in their order; without pieces it is one.
+    """
+    order, nbytes = get_schedule(name), bench.store.layout.block_bytes
+    piece = piece or bench.store.layout.blocks
+    total = sum(float(blocks_K.sum()) for token in jobs for blocks_K in token)
+    load, compute = nbytes / rate, compute_seconds / total  # of a block
     exposed = 0.0
     for token in jobs:
-        for nbytes_K, widths_K in token:
-            load_K, compute_K = nbytes_K / rate, nbytes_K * (compute_seconds / total)
-            exposed += makespan(load_K, compute_K, order(load_K, compute_K, widths_K)) - float(compute_K.sum())
-    return max(0.0, 1 - exposed / (total / rate))
+        for blocks_K in token:
+            ordered = blocks_K[order(blocks_K * load, blocks_K * compute, blocks_K)].tolist()
+            pieces_N = np.array([min(piece, blocks - first) for blocks in ordered for first in range(0, blocks, piece)])
+            exposed += makespan(pieces_N * load, pieces_N * compute, np.arange(len(pieces_N)))
+            exposed -= float(blocks_K.sum()) * compute
+    return max(0.0, 1 - exposed / (total * load))

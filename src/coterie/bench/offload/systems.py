@@ -44,10 +44,14 @@ def lossless_systems(top_k: int) -> list[System]:
     Args:
         top_k: experts that a token chooses in a layer: what full offload has memory for, so that nothing stays.
     """
+    whole = {"pieces": False}  # as those systems do, an expert computes when all of it is there
     return [
-        System(FULL, "lru-whole", "fifo", budget_experts=top_k, about="every chosen expert is read every time"),
-        System(MOE_OFFLOAD[0], "lru-whole", "fifo", about="LRU of whole experts over all layers, on demand"),
-        System(MOE_OFFLOAD[1], "lru-layer-whole", "fifo", about="the same, layer by layer: MoE-Offload's"),
+        System(
+            FULL, "lru-whole", "fifo", None, whole, budget_experts=top_k, about="every chosen expert is always read"
+        ),
+        System(MOE_OFFLOAD[0], "lru-whole", "fifo", None, whole, about="LRU of whole experts, all layers, on demand"),
+        System(MOE_OFFLOAD[1], "lru-layer-whole", "fifo", None, whole, about="the same by layer: MoE-Offload's"),
+        System("lossless, whole", options=whole, about="ours at full width, experts computed when all of one is there"),
         System(LOSSLESS, about="ours at full width"),
         System("lossless + ahead", options={"ahead": True}, about="the same, reading ahead while the link is idle"),
     ]
