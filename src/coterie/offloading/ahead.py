@@ -7,11 +7,38 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.offloading.visit import Visit
 from coterie.policies.cache import ExpertCache
 from coterie.policies.prefetch import NextLayer
 
+_SWEEP_ROWS, _SWEEP = 8, 0.75  # slots per expert, more than which are a prompt's; and share of experts that they use
 _LIKELY = 0.5  # 0.3 gains the same, and reads more (event simulation on three models' earlier halves)
 _REMEMBERED = 0.8  # of how long the link is idle, from one layer to the next
+
+
+def sweeps(visit: Visit, num_experts: int) -> bool:
+    """Whether a visit uses so many of its layer's experts that the next one will use most, as prompts do."""
+    return sum(visit.rows) > _SWEEP_ROWS * num_experts and len(visit.need) >= _SWEEP * num_experts
+
+
+def next_of_sweep(visit: Visit, cache: ExpertCache, layer: int) -> tuple[int, int] | None:
+    """The next layer's expert to be read: the one worth most to the policy, as wide as this one's median or the room.
+
+    Args:
+        visit: this layer's.
+        cache: knows what is there.
+        layer: the next one.
+
+    Returns:
+        The expert and how many of its first blocks; None when all are there.
+    """
+    room = cache.budget_blocks - int(cache.pinned_LE.sum())
+    blocks = min(int(np.median(list(visit.need.values()))), room)
+    short_N = np.flatnonzero(cache.reserved_LE[layer] < blocks)
+    if not len(short_N):
+        return None
+    worth_N = cache.policy.score_LEB[layer, short_N, 0]
+    return int(short_N[worth_N.argmax()]), blocks
 
 
 class Ahead:

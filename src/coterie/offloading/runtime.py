@@ -19,7 +19,7 @@ from torch import Tensor
 from coterie.checkpoint.expert_store import ExpertStore
 from coterie.checkpoint.store_layout import PARTS, StoreLayout
 from coterie.errors import BudgetError, CheckpointError, ConfigError
-from coterie.offloading.ahead import Ahead
+from coterie.offloading.ahead import Ahead, next_of_sweep, sweeps
 from coterie.offloading.demand import fill_demand
 from coterie.offloading.flights import Flights
 from coterie.offloading.link import Link, blocks_a_read
@@ -84,6 +84,8 @@ class Runtime:
         self._need_E, self._rows_E = (np.zeros(self._layout.num_experts, np.int32) for _ in range(2))
         self._asked_N3 = np.zeros((self._layout.num_experts, 3), np.int64)
         self._check, self._timeline = check, timeline
+        # how much is read ahead of a prompt is a matter of time, and must not change what is computed
+        self._may_sweep = not self._choice.uses_cached and self._choice.skip_misses is None
         self._ahead = Ahead(cache) if ahead and store.layout.num_layers > 1 else None
         self._lock = threading.Lock()
         self._rates = Rates()
@@ -191,8 +193,8 @@ class Runtime:
                 (each for each in admitted if flights.is_here(layer, each.expert, self._blocks(each))), admitted[0]
             )
             flights.wait_for(layer, job.expert, self._blocks(job))
-            if whole:
-                self._look_ahead(layer)
+            if not pending and flights.idle:
+                self._look_ahead(visit, whole)
             self._compute(visit, job)
             if not job.done:
                 continue
@@ -234,19 +236,26 @@ class Runtime:
         self._stats.compute_seconds += time.perf_counter() - began
         return output_TH
 
-    def _look_ahead(self, layer: int) -> None:
-        """With nothing else to read, begin with the likeliest expert of the next layer, if there is room."""
-        if self._ahead is None or not self._flights.idle:
+    def _look_ahead(self, visit: Visit, whole: bool) -> None:
+        """With nothing else to read, begin with an expert of the next layer, if there is room.
+
+        A prompt that uses most of a layer's experts will most of the next one's, so all are read; else, where that is
+        wanted, the likeliest.
+        """
+        after, block_bytes = (visit.layer + 1) % self._layout.num_layers, self._layout.block_bytes
+        if after and self._may_sweep and sweeps(visit, self._layout.num_experts):
+            wanted = next_of_sweep(visit, self._cache, after)
+        elif self._ahead is not None and whole:
+            self._ahead.idle_from(time.perf_counter())
+            wanted = self._ahead.wanted(after, self._ahead.worth_reading(self._rates.loading, block_bytes))
+        else:
             return
-        after = (layer + 1) % self._layout.num_layers
-        self._ahead.idle_from(time.perf_counter())
-        wanted = self._ahead.wanted(after, self._ahead.worth_reading(self._rates.loading, self._layout.block_bytes))
         if wanted is None:
             return
         decision = self._cache.prefetch(after, np.array(wanted[:1]), np.array(wanted[1:]))
         if decision is not None:
             self._flights.start(decision, wanted[:1])
-            self._stats.ahead_bytes += decision.loaded_blocks * self._layout.block_bytes
+            self._stats.ahead_bytes += decision.loaded_blocks * block_bytes
 
     def _look_up(self, visit: Visit, order: Sequence[int]) -> bool:
         """Let the policy learn the visit, and start all its loads if they fit together; whether they did."""

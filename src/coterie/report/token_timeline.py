@@ -113,7 +113,8 @@ def _rows(spans: Sequence[Span]) -> list[tuple[object, ...]]:
         waited, computed = (sum(span.end - span.start for span in own[track]) for track in (WAIT, COMPUTE))
         read = sum(int(span.about["bytes"]) for span in own[LINK]) / 1e6
         times = (_covered(own[LINK]), waited, computed)
-        rows.append((layer, len(own[COMPUTE]), len(own[LINK]), read, *map(_milliseconds, times)))
+        experts = len({span.expert for span in own[COMPUTE]})  # a large one computes in pieces
+        rows.append((layer, experts, len(own[LINK]), read, *map(_milliseconds, times)))
     return rows
 
 

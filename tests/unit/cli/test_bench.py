@@ -36,7 +36,7 @@ def test_your_own_store_reads_real_text(
     assert run([*arguments, "--json"], monkeypatch) == 0
     found = json.loads(capsys.readouterr().out)
     assert json.loads((tmp_path / "offload.json").read_text()) == found
-    names = ["full", "moe-offload-lru", "moe-offload-lru-layer", "lossless", "lossless + ahead"]
+    names = ["full", "moe-offload-lru", "moe-offload-lru-layer", "lossless in wholes", "lossless", "lossless + ahead"]
     assert [(row["budget"], row["system"]) for row in found["rows"]] == [
         (budget, name) for budget in ("20%", "50%") for name in names
     ]

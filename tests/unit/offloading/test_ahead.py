@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from coterie.offloading.ahead import Ahead
+from coterie.offloading.ahead import Ahead, next_of_sweep, sweeps
+from coterie.offloading.visit import Visit
 from coterie.policies.cache import ExpertCache
 from coterie.policies.eviction import CacheShape
 from coterie.policies.registry import make_policy
@@ -42,3 +43,21 @@ def test_a_guess_reads_what_fits_into_the_idle_time() -> None:
         ahead.idle_until(start + 0.9)  # a layer that read nothing ahead
     assert ahead.worth_reading(1000.0, 10) == 5
     assert ahead.worth_reading(100.0, 10) == 1
+
+
+def test_a_prompt_wants_the_next_layers_experts_best_first_and_within_the_room() -> None:
+    shape = CacheShape(2, 4, 8)
+    cache = ExpertCache(shape, 20, make_policy("lfu", shape))
+    for expert in (2, 2, 1):
+        cache.serve(1, np.array([expert]), np.array([3]))
+    prompt = Visit(0, np.full(4, 6, np.int32), [[expert, blocks, 20] for expert, blocks in enumerate((4, 6, 6, 8))], 4)
+    assert sweeps(prompt, 4)
+    assert not sweeps(Visit(0, prompt.need_E, [[0, 8, 80]], 1), 4), "one expert is no sweep"
+    assert not sweeps(Visit(0, prompt.need_E, [[expert, 8, 8] for expert in range(4)], 4), 4), "few tokens are none"
+    assert next_of_sweep(prompt, cache, 1) == (2, 6), "chosen most often so far, as wide as the median"
+    cache.pinned_LE[0] = [8, 8, 0, 0]
+    assert next_of_sweep(prompt, cache, 1) == (2, 4), "no more than there is room for"
+    cache.pinned_LE[0] = [8, 8, 2, 0]
+    assert next_of_sweep(prompt, cache, 1) in ((0, 2), (3, 2)), "the others have as much"
+    cache.pinned_LE[0] = [8, 8, 4, 0]
+    assert next_of_sweep(prompt, cache, 1) is None

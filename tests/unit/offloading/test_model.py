@@ -139,6 +139,40 @@ def test_reading_ahead_learns_what_follows_and_takes_back_what_does_not(offload:
     assert plain.stats().ahead_bytes == 0
 
 
+@pytest.mark.parametrize("budget", ["10%", "30%", "70%"])
+def test_a_prompt_reads_the_next_layer_while_this_one_computes(
+    budget: str, offload: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It uses every expert: the second layer's reads begin before the first has computed, and none is in vain."""
+    import torch
+
+    from coterie.offloading.runtime import Runtime
+
+    link, done = importlib.import_module("coterie.offloading.link").Link, []
+    read, compute = link.read, Runtime._compute
+
+    def told_read(self: Any, layer: int, *what: Any) -> Any:
+        done.append(("read", layer))
+        return read(self, layer, *what)
+
+    def told_compute(runtime: Any, visit: Any, job: Any) -> None:
+        done.append(("compute", visit.layer))
+        compute(runtime, visit, job)
+
+    monkeypatch.setattr(link, "read", told_read)
+    monkeypatch.setattr(Runtime, "_compute", told_compute)
+    ids = torch.randint(3, 260, (8, 64), generator=torch.Generator().manual_seed(8))
+    found = logits(offload("100%"), ids)
+    done.clear()
+    model = offload(budget, check=True)
+    assert torch.equal(logits(model, ids), found)
+    last = max(index for index, what in enumerate(done) if what == ("compute", 0))
+    assert ("read", 1) in done[:last], "nothing of the second layer was read before the first had computed"
+    stats = model.stats()
+    assert 0 < stats.ahead_bytes < stats.loaded_bytes == stats.chosen_bytes
+    assert stats.peak_expert_bytes <= stats.budget_bytes
+
+
 def test_what_is_resident_is_free(offload: Any, prompts: Any, expected: Any) -> None:
     import torch
 

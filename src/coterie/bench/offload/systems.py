@@ -51,7 +51,9 @@ def lossless_systems(top_k: int) -> list[System]:
         ),
         System(MOE_OFFLOAD[0], "lru-whole", "fifo", None, whole, about="LRU of whole experts, all layers, on demand"),
         System(MOE_OFFLOAD[1], "lru-layer-whole", "fifo", None, whole, about="the same by layer: MoE-Offload's"),
-        System("lossless, whole", options=whole, about="ours at full width, experts computed when all of one is there"),
+        System(
+            "lossless in wholes", options=whole, about="ours at full width, an expert computed when all of it is there"
+        ),
         System(LOSSLESS, about="ours at full width"),
         System("lossless + ahead", options={"ahead": True}, about="the same, reading ahead while the link is idle"),
     ]
