@@ -55,6 +55,11 @@ class Flights:
         self.failed: CoterieError | None = None
 
     @property
+    def any(self) -> bool:
+        """Whether there is a read of whose end the cache does not know."""
+        return bool(self._flying)
+
+    @property
     def idle(self) -> bool:
         """Whether no read is under way; some that have ended may be unknown to the cache yet."""
         return all(load.ended for loads in self._flying.values() for load in loads)

@@ -34,19 +34,21 @@ class PiecewiseExpert:
     Attributes:
         expert: the expert.
         first: the first neuron that has not been computed.
+        end: one past the last neuron of the next piece.
         width: the widest that a group runs it.
+        rows: of all its groups.
+        outputs: of its groups, [N, H] each, once done; until then sums.
     """
 
-    def __init__(self, visit: Visit, expert: int, step: int) -> None:
-        self._work, self._step = visit.work, step
-        self.expert, self.first, self.width = expert, 0, visit.width_of(expert)
-        self._widths = {index: visit.work.groups[index].width for index in visit.groups_of[expert]}
-        self._sums: dict[int, Tensor] = {}
+    __slots__ = ("_groups", "_step", "_work", "end", "expert", "first", "outputs", "rows", "width")
 
-    @property
-    def end(self) -> int:
-        """Where the next piece ends."""
-        return min(self.first + self._step, self.width)
+    def __init__(self, visit: Visit, expert: int, step: int) -> None:
+        groups = visit.work.groups
+        self._work, self._step, self.expert = visit.work, step, expert
+        self._groups = [(index, groups[index].width) for index in visit.groups_of[expert]]
+        self.width, self.rows = visit.width_of(expert), visit.rows_of(expert)
+        self.first, self.end = 0, min(step, self.width)
+        self.outputs: dict[int, Tensor] = {}
 
     @property
     def done(self) -> bool:
@@ -55,21 +57,17 @@ class PiecewiseExpert:
 
     def compute(self, run: RunPiece) -> None:
         """The next piece of every group that is wide enough."""
-        first, end = self.first, self.end
-        for index, width in self._widths.items():
+        first, end, step = self.first, self.end, self._step
+        for index, width in self._groups:
             if width <= first:
                 continue
-            piece = _piece(run, first, min(end, width))
-            output_NH = self._work.outputs(index, piece)
-            if width > self._step:  # in float32 at least: rounding every sum of pieces would add up
-                output_NH = output_NH if output_NH.dtype == torch.float64 else output_NH.float()
-            self._sums[index] = self._sums[index] + output_NH if first else output_NH
-        self.first = end
-
-    def outputs(self, dtype: torch.dtype) -> dict[int, Tensor]:
-        """The groups' outputs, [N, H] each, once done."""
-        assert self.done, "pieces are left"
-        return {index: total_NH.to(dtype) for index, total_NH in self._sums.items()}
+            output_NH = self._work.outputs(index, _piece(run, first, min(end, width)))
+            if width > step:  # in float32 at least: rounding every sum of pieces would add up
+                total_NH = output_NH if output_NH.dtype == torch.float64 else output_NH.float()
+                total_NH = self.outputs[index] + total_NH if first else total_NH
+                output_NH = total_NH.to(output_NH.dtype) if width <= end else total_NH
+            self.outputs[index] = output_NH
+        self.first, self.end = end, min(end + step, self.width)
 
 
 def _piece(run: RunPiece, first: int, end: int) -> Run:

@@ -189,10 +189,7 @@ class Runtime:
                 admitted.append(pending.popleft())
             if not admitted:
                 self._refuse(layer, pending[0].expert, visit.need[pending[0].expert])
-            job = next(
-                (each for each in admitted if flights.is_here(layer, each.expert, self._blocks(each))), admitted[0]
-            )
-            flights.wait_for(layer, job.expert, self._blocks(job))
+            job = self._next(layer, admitted)
             if not pending and flights.idle:
                 self._look_ahead(visit, whole)
             self._compute(visit, job)
@@ -200,15 +197,22 @@ class Runtime:
                 continue
             admitted.remove(job)
             flights.wait_for(layer, job.expert)
-            outputs |= job.outputs(hidden_TH.dtype)
+            outputs |= job.outputs
             if not whole:
                 self._cache.release(layer, job.expert)
         self._cache.used(layer)
         return self._combined(visit, outputs, slots.weights_TK)
 
-    def _blocks(self, job: PiecewiseExpert) -> int:
-        """The blocks that its next piece needs to be there."""
-        return self._layout.blocks_of(job.end)
+    def _next(self, layer: int, admitted: Sequence[PiecewiseExpert]) -> PiecewiseExpert:
+        """The first expert whose next piece is there; waits for the first expert's when none is."""
+        flights, blocks_of = self._flights, self._layout.blocks_of
+        if not flights.any:
+            return admitted[0]
+        for job in admitted:
+            if flights.is_here(layer, job.expert, blocks_of(job.end)):
+                return job
+        flights.wait_for(layer, admitted[0].expert, blocks_of(admitted[0].end))
+        return admitted[0]
 
     def _refuse(self, layer: int, expert: int, blocks: int) -> NoReturn:
         """Not even one expert fits."""
@@ -299,7 +303,7 @@ class Runtime:
             return output
 
         job.compute(run)
-        ended, rows = time.perf_counter(), visit.rows_of(expert)
+        ended, rows = time.perf_counter(), job.rows
         self._stats.compute_seconds += ended - began
         if self._timeline is not None:
             name = f"layer {visit.layer} expert {expert}"

@@ -55,7 +55,7 @@ def test_pieces_add_up_to_the_whole() -> None:
             job.compute(lambda first, end, x, own: run_record(record, end, gate, x, own, biases, 1, first))
             pieces += 1
         assert pieces == -(-10 // step)
-        found = job.outputs(torch.float32)
+        found = job.outputs
         assert found.keys() == whole.keys()
         for index, output in found.items():
             assert torch.allclose(output, whole[index], atol=1e-5)
@@ -73,7 +73,8 @@ def test_pieces_of_bf16_are_added_in_float32() -> None:
     job = PiecewiseExpert(visit, 0, 1)
     while not job.done:  # in bf16 such a sum stops growing at 256
         job.compute(lambda first, end, x, own: torch.ones_like(x))
-    assert job.outputs(torch.bfloat16)[0].eq(512).all()
+    assert job.outputs[0].dtype == torch.bfloat16
+    assert job.outputs[0].eq(512).all()
 
 
 @pytest.mark.parametrize(("budget", "schedule"), [("7%", "fifo"), ("30%", "johnson"), ("100%", "widest-first")])
