@@ -197,9 +197,10 @@ def _scan(files: list[Path]) -> Scan:
             )
         _check_physical(each, logical_LP.shape[1])
         owner[key] = each.what
-        ids = np.ascontiguousarray(each.ids_LTC)
-        digest = hashlib.sha256(repr(each.positions).encode() + b"|")
-        digest.update(ids.data)
+        ids = each.ids_LTC
+        logical_LTC = np.where(ids >= 0, logical_LP[np.arange(len(ids))[:, None, None], ids], -1)
+        digest = hashlib.sha256(repr(each.positions).encode() + b"|")  # ranks may choose different copies of an expert
+        digest.update(np.ascontiguousarray(logical_LTC).data)
         scan.digests[each.rank][each.number] = digest.digest()
         scan.sizes[key] = ids.shape[1]
         valid_LC = scan.valid_LC.setdefault(each.rank, np.zeros(shape, dtype=np.int64))
