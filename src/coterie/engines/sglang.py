@@ -56,6 +56,7 @@ class SGLangExporter:
     min_devices = 1
     needs_layer_ids = True
     needs_model_layers = True
+    dispatch: tuple[str, ...] = ("nearest", "random")
 
     def export(self, placement: Placement, spec: MoESpec) -> str:
         """One row for each model layer; dense layers hold the experts in order, beginning again for copies."""

@@ -38,6 +38,7 @@ class VllmAscendExporter:
     min_devices = 2
     needs_layer_ids = False
     needs_model_layers = False
+    dispatch: tuple[str, ...] = ("random",)  # each rank a fixed one, wherever it is
 
     def export(self, placement: Placement, spec: MoESpec) -> str:
         """For each MoE layer the experts of each rank, one layer a line."""

@@ -60,8 +60,8 @@ class LoadTable:
 def open_loads(path: str | Path, format: str | None = None, expert_map: str | Path | None = None) -> LoadTable:
     """Read a table of loads.
 
-    Known are SGLang's recordings in mode `stat` (.pt with `logical_count` [steps, L, E], a ring of steps of which unused
-    ones are 0); TensorRT-LLM's statistics (a folder with meta_info.json and rank0.safetensors and so on, keys
+    Known are SGLang's recordings in mode `stat` (.pt with `logical_count` [steps, L, E], a ring of steps of which the
+    unused are 0); TensorRT-LLM's statistics (a folder with meta_info.json and rank0.safetensors and so on, keys
     "iteration_layer"; counts of slots where a load balancer ran); vllm-ascend's `moe_load` with the expert map it was
     counted under, [L, ranks, slots of a rank] as its updater gathers it (with iterations before that, where it counts
     each), or ranks first; and EPLB-style tables [L, E] as .npy, .npz, .json, .csv or .pt.
@@ -119,8 +119,8 @@ def _table(source: Path, load: NDArray[Any], format: str, **about: Any) -> LoadT
         raise TraceError("all loads are 0; record while requests are served")
     layer_ids = np.asarray(about.pop("layer_ids", range(layers)))[some]
     return LoadTable(
-        values[np.ix_(used, some)], tuple(layer_ids.tolist()), format, provenance={"source": source.name, **about.pop("said", {})},
-        **about,
+        values[np.ix_(used, some)], tuple(layer_ids.tolist()), format,
+        provenance={"source": source.name, **about.pop("said", {})}, **about,
     )  # fmt: skip
 
 

@@ -18,8 +18,8 @@ def _unused(*_: object, **__: object) -> None:
 stand_ins.module("vllm.logger", logger=logging.getLogger("vllm"))
 stand_ins.module("vllm.utils.math_utils", cdiv=lambda a, b: -(-a // b))
 stand_ins.module("vllm.model_executor.layers.fused_moe.expert_map_manager", determine_expert_map=_unused)
-stand_ins.module("vllm_ascend.quantization.quant_type", QuantType=types.SimpleNamespace(NONE=0, W8A8=1, W4A8=2, MXFP4=3,
-                                                                                        MXFP8=4, W4A8MXFP=5))  # fmt: skip
+kinds = types.SimpleNamespace(NONE=0, W8A8=1, W4A8=2, MXFP4=3, MXFP8=4, W4A8MXFP=5)
+stand_ins.module("vllm_ascend.quantization.quant_type", QuantType=kinds)
 from vllm_ascend.ascend_config import EplbConfig  # noqa: E402
 from vllm_ascend.eplb.adaptor.vllm_adaptor import VllmEplbAdaptor  # noqa: E402
 from vllm_ascend.eplb.core.eplb_utils import init_eplb_config  # noqa: E402
@@ -32,7 +32,9 @@ for case in request["cases"]:
         for layer in range(case["layers"]):
             ranks = [
                 init_eplb_config(
-                    config, layer, stand_ins.Bag(num_experts=case["experts"], ep_size=case["ep_size"], ep_rank=rank),
+                    config,
+                    layer,
+                    stand_ins.Bag(num_experts=case["experts"], ep_size=case["ep_size"], ep_rank=rank),
                     tp_size=case["tp_size"],
                 )
                 for rank in range(case["ep_size"])

@@ -121,7 +121,7 @@ def test_vllm_ascends_slots_become_experts(tmp_path: Path) -> None:
 
 
 def test_vllm_ascends_ranks_may_stand_first(tmp_path: Path) -> None:
-    """As one stacks what every rank saved; told by the shape, so with as many ranks as layers the engine's order holds."""
+    """As one stacks what every rank saved; with as many ranks as layers the engine's own order is meant."""
     held = [{"device_expert": [0, 1]}, {"device_expert": [2, 3]}]
     (tmp_path / "map.json").write_text(json.dumps({"layer_list": [{"device_list": held}] * 3}))
     np.save(tmp_path / "moe_load.npy", np.arange(1, 13).reshape(2, 3, 2))
