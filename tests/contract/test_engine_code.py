@@ -6,6 +6,7 @@ import ast
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 
 from coterie.engines.base import export_file
 from coterie.engines.check import check_engine
-from coterie.engines.sglang import SGLangExporter
+from coterie.engines.sglang import SGLangExporter, sglang_flags
 from coterie.engines.vllm_ascend import VllmAscendExporter
 from coterie.errors import TraceError
 from coterie.placement.balance import eplb, imbalance
@@ -156,8 +157,33 @@ def test_sglangs_flags_in_the_guide_and_the_export_exist(engine_code: Any, tmp_p
                 continue
             assert flag in known, flag
             assert not known[flag] or value in known[flag], (flag, value)
-    for flag in re.findall(r"`(--[a-z0-9-]+)", guide):
+    ours = {"--topology", "--dispatch"}
+    for flag in set(re.findall(r"`(--[a-z0-9-]+)", guide)) - ours:
         assert flag in known, flag
+
+
+def test_sglangs_own_rule_for_dispatch_accepts_our_flags(engine_code: Any, tmp_path: Path) -> None:
+    """And refuses "static" without an all-to-all, which our flags for that case avoid."""
+    tree = ast.parse((engine_code("sglang") / "sglang/srt/arg_groups/parallel_hook.py").read_text())
+    rule = next(node for node in tree.body if getattr(node, "name", "") == "handle_eplb_and_dispatch")
+    scope: dict[str, Any] = {
+        "Any": Any, "logger": None, "resolving_view": lambda held: held, "resolved_view": lambda held: held,
+        "declare_resolution": lambda held, _, **found: vars(held).update(found),
+    }  # fmt: skip
+    exec(compile(ast.Module([rule], []), "parallel_hook", "exec"), scope)
+
+    def resolve(flags: list[str], **changed: Any) -> str:
+        held = {"enable_eplb": False, "expert_distribution_recorder_mode": None, "ep_join_mode": None}
+        server = SimpleNamespace(**held | settings(tuple(flags)) | changed)
+        scope["handle_eplb_and_dispatch"](server)
+        return str(server.ep_dispatch_algorithm)
+
+    placed, path = placement(4), tmp_path / "e.json"
+    assert resolve(sglang_flags(placed, path, "deepep")) == "static"
+    assert resolve(sglang_flags(placed, path, "deepep"), ep_dispatch_algorithm=None) == "static"
+    assert resolve(sglang_flags(placed, path, "none")) == "dynamic"
+    with pytest.raises(ValueError, match="--moe-a2a-backend none"):
+        resolve(sglang_flags(placed, path, "deepep"), moe_a2a_backend="none")
 
 
 def test_sglangs_models_count_dense_layers_too(engine_code: Any) -> None:
@@ -165,6 +191,7 @@ def test_sglangs_models_count_dense_layers_too(engine_code: Any) -> None:
     models = engine_code("sglang") / "sglang/srt/models"
     for name, supported in (
         ("deepseek_v2", True), ("qwen3_moe", True), ("gpt_oss", True), ("glm4_moe", True), ("mixtral", False),
+        ("olmoe", False),
     ):  # fmt: skip
         counted = [
             ast.unparse(word.value)

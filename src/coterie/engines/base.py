@@ -109,7 +109,7 @@ def export_file(exporter: Exporter, placement: Placement, path: str | Path, spec
     placed_for = placement.method.get("dispatch", FEWEST_DEVICES)
     if placement.num_copies and exporter.dispatch and placed_for not in exporter.dispatch:
         notes.append(
-            f"the copies were placed for tokens that choose them by the rule {placed_for}; {exporter.title} chooses for "
+            f"the copies were placed for tokens that choose them by the rule {placed_for}; {exporter.title} looks at "
             f"one expert at a time: for it place with --dispatch {exporter.dispatch[0]}"
         )
     return Exported(path, tuple(flags), tuple(notes))
