@@ -22,11 +22,11 @@ def check_engine(
         emit_json(
             {
                 "engine": about.name, "package": found.package, "version": found.version,
-                "supported": about.supported, "path": about.path, "limits": list(about.limits),
+                "supported": about.supported, "newer": found.newer, "path": about.path, "limits": list(about.limits),
             }
         )  # fmt: skip
         return
     say(f"{found.package} {found.version} is supported ({about.supported})")
     say(f"it takes {about.path}")
-    for line in about.limits:
+    for line in (*about.limits, *([found.newer] if found.newer else [])):
         say(f"note: {line}")

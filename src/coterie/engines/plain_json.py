@@ -33,6 +33,7 @@ class PlainJsonExporter:
     min_devices = 1
     needs_layer_ids = False
     needs_model_layers = False
+    dispatch: tuple[str, ...] = ()
 
     def export(self, placement: Placement, spec: MoESpec) -> str:
         """One MoE layer a line."""

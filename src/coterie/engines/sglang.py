@@ -9,7 +9,13 @@ _compute_logical_to_all_physical_map, compute_logical_to_rank_dispatch_physical_
 - the row of layer i is row i of the map, counted over `num_hidden_layers`: dense layers have rows too. Their content
   is never used to route, but an expert that is missing from one stops the server (it draws from an empty list);
 - rank r owns slots [r P/ep, (r + 1) P/ep); neither shape nor coverage is checked, a wrong row count goes unnoticed;
-- tokens follow the map only with `ep_dispatch_algorithm` set; "static" is the default once a file is given.
+- tokens follow the map only with `ep_dispatch_algorithm` set. Once a file is given it is "static" with an all-to-all
+  backend and "dynamic" without one, where "static" stops the server: all ranks then work on the same tokens and must
+  choose the same copy;
+- "static": a rank sends to its own copy, else to one on its node where some but not all are there, else to one that is
+  drawn once. The all-to-all backends set the expert-parallel size to the tensor-parallel one.
+
+The tests load files with the first module itself (tests/contract/test_engine_code.py), release 0.5.23.
 """
 
 from __future__ import annotations
@@ -23,6 +29,20 @@ from coterie.placement.placement import Placement
 from coterie.spec import MoESpec
 
 _KEY = "physical_to_logical_map"
+BACKEND = "deepep"
+"""The all-to-all backend in the flags, where nobody says which."""
+
+
+def sglang_flags(placement: Placement, path: Path, backend: str) -> list[str]:
+    """The server's arguments for a placement under an all-to-all backend, or "none"."""
+    devices = str(placement.topology.num_devices)
+    copies = ["--ep-num-redundant-experts", str(placement.num_copies)] if placement.num_copies else []
+    by_chance = placement.num_copies and placement.method.get("dispatch") == "random"
+    return [
+        *copies,
+        "--init-expert-location", str(path), "--tp-size", devices, "--ep-size", devices, "--moe-a2a-backend", backend,
+        "--ep-dispatch-algorithm", "dynamic" if by_chance or backend == "none" else "static",
+    ]  # fmt: skip
 
 
 class SGLangExporter:
@@ -36,6 +56,7 @@ class SGLangExporter:
     min_devices = 1
     needs_layer_ids = True
     needs_model_layers = True
+    dispatch: tuple[str, ...] = ("nearest", "random")
 
     def export(self, placement: Placement, spec: MoESpec) -> str:
         """One row for each model layer; dense layers hold the experts in order, beginning again for copies."""
@@ -47,23 +68,16 @@ class SGLangExporter:
         return f'{{"{_KEY}": [\n{lines}\n]}}\n'
 
     def launch_flags(self, placement: Placement, spec: MoESpec, path: Path) -> list[str]:
-        """The file, the expert-parallel size, how many copies there are, and that tokens follow the file."""
-        copies = ["--ep-num-redundant-experts", str(placement.num_copies)] if placement.num_copies else []
-        by_chance = placement.num_copies and placement.method.get("dispatch") == "random"
-        return [
-            *copies,
-            "--init-expert-location", str(path),
-            "--ep-size", str(placement.topology.num_devices),
-            "--ep-dispatch-algorithm", "dynamic" if by_chance else "static",
-        ]  # fmt: skip
+        """The file, the sizes, how many copies there are, and that tokens follow the file over an all-to-all."""
+        return sglang_flags(placement, path, BACKEND)
 
     def launch_notes(self, placement: Placement, spec: MoESpec, path: Path) -> list[str]:
         """What SGLang does not say by itself."""
         topology = placement.topology
         notes = [
             "leave out --enable-eplb: its first rebalancing replaces this placement by one made from load alone",
-            "with --moe-a2a-backend none every rank receives every token, so placement cannot reduce traffic; "
-            f"use an all-to-all backend such as deepep (it takes --tp-size {topology.num_devices} for the ep size)",
+            "any all-to-all backend will do, not only deepep; with --moe-a2a-backend none (the default) every rank "
+            "receives every token, so placement cannot reduce traffic, and --ep-dispatch-algorithm static is refused",
             "only models whose class defines get_model_config_for_expert_location use the file; look for "
             "'init_by_mapping' in the server's log",
         ]

@@ -8,9 +8,13 @@ Checked against NVIDIA/TensorRT-LLM `tensorrt_llm/llmapi/llm_args.py` (MoeLoadBa
   without an entry stops the server (KeyError), as does a row that lacks an expert;
 - `num_slots` must be a multiple of the expert-parallel size; rank r owns slots [r n, (r + 1) n), n = num_slots / ep;
 - `layer_updates_per_iter: 0` keeps the assignment; more lets it be rebalanced away;
-- a load balancer is accepted only with attention data parallelism and more than one rank.
+- a load balancer is accepted only with attention data parallelism and more than one rank;
+- up to 1.2 the backend for it is WIDEEP, which the later candidates of 1.3 no longer have (pull request 17797); there
+  CUTEDSL, CUTLASS, TRTLLM, DEEPGEMM, DENSEGEMM and the MEGAMOE ones balance load, VANILLA, TRITON and MARLIN do not
+  (pull request 18626).
 
-The candidates of release 1.4 tell kinds of load balancers apart by a `mode`; that is not written here.
+The candidates of release 1.4 tell kinds of load balancers apart by a `mode`; that is not written here. The
+wheels are on NVIDIA's own index alone, so the tests state these rules again instead of running them.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ class TensorRTLLMExporter:
     min_devices = 2
     needs_layer_ids = True
     needs_model_layers = False
+    dispatch: tuple[str, ...] = ("random",)  # in turn, wherever they are
 
     def export(self, placement: Placement, spec: MoESpec) -> str:
         """A static assignment, one MoE layer a line."""
@@ -62,7 +67,8 @@ class TensorRTLLMExporter:
         topology, file = placement.topology, json.dumps(str(path))
         notes = [
             f"options.yaml must hold: {{enable_attention_dp: true, moe_config: {{load_balancer: {file}}}}}",
-            "choose a moe_config backend that supports load balancing (WIDEEP; in newer releases CUTEDSL and others)",
+            "choose a moe_config backend that balances load: WIDEEP up to 1.2; from 1.3 on, where there is no WIDEEP, "
+            "CUTEDSL, CUTLASS, TRTLLM, DEEPGEMM, DENSEGEMM or MEGAMOE_...; not VANILLA, TRITON or MARLIN",
             "multi-token prediction layers need an assignment of their own, which this file does not have",
         ]
         if topology.num_nodes > 1:

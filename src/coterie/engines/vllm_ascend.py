@@ -9,7 +9,10 @@ generate_log2phy_map), `ops/fused_moe/fused_moe.py`, `ascend_config.py` (EplbCon
 - every rank must have the same number of experts (a ragged list is no tensor; slots are numbered by rank 0's count);
 - of two copies of one expert on one rank only the last is kept, and its slot count no longer fits;
 - a layer beyond `moe_layer_count` (multi-token prediction) falls back to the default placement;
-- with one rank the file is ignored.
+- with one rank the file is ignored;
+- a name that does not end in .json stops the server (TypeError).
+
+The tests load files with the first and third module themselves (tests/contract/test_engine_code.py), release 0.23.0.
 """
 
 from __future__ import annotations
@@ -29,12 +32,13 @@ class VllmAscendExporter:
 
     name = "vllm-ascend"
     title = "vllm-ascend"
-    suffixes: tuple[str, ...] = ()
+    suffixes: tuple[str, ...] = (".json",)
     reads_yaml = False
     even_ranks = True
     min_devices = 2
     needs_layer_ids = False
     needs_model_layers = False
+    dispatch: tuple[str, ...] = ("random",)  # each rank a fixed one, wherever it is
 
     def export(self, placement: Placement, spec: MoESpec) -> str:
         """For each MoE layer the experts of each rank, one layer a line."""

@@ -6,6 +6,7 @@ rows are fitted on nothing.
 
 from __future__ import annotations
 
+from math import comb
 from typing import Any
 
 import numpy as np
@@ -22,15 +23,18 @@ CHANCE = 1.5
 REBUILT = "loads and B can be trusted, devices per token and placements by company cannot: record real tokens"
 _FEWEST_PAIRS = 50
 _ROUNDS = 200
+_POSSIBLE = 10
 
 
 def rebuilt_from_histogram(trace: RoutingTrace) -> str | None:
     """Why a trace looks as if its rows were rebuilt from histograms, or None.
 
     Looks at a few layers and at most the first 20,000 tokens. Sorted blocks: from token to token hardly any id ever
-    falls (or ever rises), in every layer. No company beyond chance: pairs of experts occur as often together as
-    their loads alone explain (`chance_ratio` below 1.5 in every layer); real routing has many times that. Traces that
-    say that they are synthetic, with fewer than 1,000 tokens, or too thin to tell are not suspected.
+    falls (or ever rises), in every layer; or, where their rows were shuffled, there are no more different sets of
+    experts than such blocks have (E + K), though far more are possible. No company beyond chance: pairs of experts
+    occur as often together as their loads alone explain (`chance_ratio` below 1.5 in every layer); real routing has
+    many times that. Traces that say that they are synthetic, with fewer than 1,000 tokens, or too thin to tell are not
+    suspected. Rows dealt out one after another, from what is left of each expert, are not recognised.
 
     Args:
         trace: the trace; memory-mapped ones are read a layer at a time.
@@ -41,6 +45,8 @@ def rebuilt_from_histogram(trace: RoutingTrace) -> str | None:
     routings = [trace.layer(layer, slice(0, CHECKED_TOKENS)) for layer in layers]
     if all(_sorted(routing.expert_ids_TK) for routing in routings):
         return "its ids stand in sorted blocks, which no text makes"
+    if all(_few_sets(routing.expert_ids_TK, trace.spec.num_experts) for routing in routings):
+        return "its tokens choose among as few sets of experts as sorted blocks of ids have"
     ratios = [
         chance_ratio(coactivation_counts(routing.expert_ids_TK, routing.kept_TK, trace.spec.num_experts))
         for routing in routings
@@ -76,6 +82,14 @@ def chance_ratio(counts_EE: NDArray[np.int64]) -> float | None:
     if enough.sum() < _FEWEST_PAIRS:
         return None
     return float(((found[enough] - expected[enough]) ** 2 / expected[enough]).mean())
+
+
+def _few_sets(ids_TK: NDArray[Any], num_experts: int) -> bool:
+    """Whether tokens share E + K sets of experts or fewer where far more exist; one set throughout is no block."""
+    most = num_experts + ids_TK.shape[1]
+    if comb(num_experts, ids_TK.shape[1]) < _POSSIBLE * most:
+        return False
+    return bool(1 < len(np.unique(np.sort(ids_TK, axis=1), axis=0)) <= most)
 
 
 def _sorted(ids_TK: NDArray[Any]) -> bool:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coterie.engines.registry import get_exporter
+from coterie.engines.sglang import BACKEND, sglang_flags
 from coterie.errors import unknown_name
 from coterie.placement.placement import Placement
 
 _ENGINE_FILE = {"sglang": Path("experts.json"), "tensorrt-llm": Path("experts.yaml")}
-_DEFAULT_BACKEND = {"sglang": "deepep", "vllm": "deepep_high_throughput", "tensorrt-llm": "alltoall"}
+_DEFAULT_BACKEND = {"sglang": BACKEND, "vllm": "deepep_high_throughput", "tensorrt-llm": "alltoall"}
 ENGINES = tuple(_DEFAULT_BACKEND)
 
 
@@ -68,20 +69,9 @@ def how_to_use(engine: str, placement: Placement, file: str, model: str, backend
         )
     exporter, target = get_exporter(engine), _ENGINE_FILE[engine]
     export = ["coterie", "export", file, "--to", engine, "--out", str(target), "--model", model]
-    flags = exporter.launch_flags(placement, placement.spec, target)
-    start = {
-        "sglang": [
-            "python",
-            "-m",
-            "sglang.launch_server",
-            "--model-path",
-            model,
-            "--tp-size",
-            devices,
-            *flags,
-            "--moe-a2a-backend",
-            backend,
-        ],
-        "tensorrt-llm": ["trtllm-serve", model, *flags],
-    }[engine]
+    if engine == "sglang":
+        start = ["python", "-m", "sglang.launch_server", "--model-path", model]
+        start += sglang_flags(placement, target, backend)
+    else:
+        start = ["trtllm-serve", model, *exporter.launch_flags(placement, placement.spec, target)]
     return Use((shlex.join(export), shlex.join(start)), tuple(exporter.launch_notes(placement, placement.spec, target)))

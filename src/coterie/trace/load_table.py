@@ -6,6 +6,7 @@ pruning and every placement by company need a trace of every token's experts.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,8 @@ NOT_ENOUGH = (
     "need every token's experts: record them (SGLang per_token, vLLM --enable-return-routed-experts, coterie record)"
 )
 _MOST_LAYERS, _MOST_EXPERTS = 4096, 2**16
-_META, _RANKS = "meta_info.json", "rank*.safetensors"
+_META, _RANKS, _RANK = "meta_info.json", "rank*.safetensors", re.compile(r"rank\d+\.safetensors")
+_WITH_MAP = ("vllm-ascend", "tensorrt-llm")
 _KEYS = ("logical_count", "weight", "weights", "loads", "load", "expert_load", "moe_load", "counts")
 _DAMAGE = (OSError, ValueError, EOFError, MemoryError, OverflowError, KeyError, TypeError)
 
@@ -35,7 +37,7 @@ class LoadTable:
 
     Attributes:
         load_SLE: [S, L, E] float64 >= 0, token-expert pairs (or weights like them) in each step or iteration; S = 1
-            where the source has only sums. Layers without any load are left out.
+            where the source has only sums. Layers and steps without any load are left out.
         layer_ids: [L] the index of each layer in the source.
         format: one of `FORMATS`.
         top_k: experts a token, where the source says it; 0: it does not.
@@ -58,14 +60,16 @@ class LoadTable:
 def open_loads(path: str | Path, format: str | None = None, expert_map: str | Path | None = None) -> LoadTable:
     """Read a table of loads.
 
-    Known are SGLang's recordings in mode `stat` (.pt with `logical_count` [steps, L, E]); TensorRT-LLM's statistics (a
-    folder with meta_info.json and rank*.safetensors, keys "iteration_layer"); vllm-ascend's `moe_load` [ranks, L, slots
-    of a rank] with the expert map it was counted under; and EPLB-style tables [L, E] as .npy, .npz, .json, .csv or .pt.
+    Known are SGLang's recordings in mode `stat` (.pt with `logical_count` [steps, L, E], a ring of steps of which the
+    unused are 0); TensorRT-LLM's statistics (a folder with meta_info.json and rank0.safetensors and so on, keys
+    "iteration_layer"; counts of slots where a load balancer ran); vllm-ascend's `moe_load` with the expert map it was
+    counted under, [L, ranks, slots of a rank] as its updater gathers it (with iterations before that, where it counts
+    each), or ranks first; and EPLB-style tables [L, E] as .npy, .npz, .json, .csv or .pt.
 
     Args:
         path: a file, or TensorRT-LLM's folder.
         format: one of `FORMATS`; None: told from the content.
-        expert_map: vllm-ascend's expert map (JSON), which says whose slot is whose.
+        expert_map: whose slot is whose: vllm-ascend's expert map (JSON), or TensorRT-LLM's load balancer file (YAML).
 
     Raises:
         TraceError: when it is missing, damaged, or holds no loads.
@@ -77,16 +81,16 @@ def open_loads(path: str | Path, format: str | None = None, expert_map: str | Pa
         raise unknown_name("format of loads", format, FORMATS)
     if not source.exists():
         raise TraceError(f"{path} does not exist; check the path")
-    if expert_map is not None and format not in (None, "vllm-ascend"):
-        raise ConfigError(f"--expert-map belongs to vllm-ascend's loads, not to {format}; leave one of them out")
+    if expert_map is not None and format not in (None, *_WITH_MAP):
+        raise ConfigError(f"--expert-map belongs to {' and '.join(_WITH_MAP)}, not to {format}; leave one of them out")
     try:
         if source.is_dir():
-            return _tensorrt_llm(source)
+            return _tensorrt_llm(source, expert_map)
         table, key = _array(source)
         if expert_map is not None or format == "vllm-ascend":
             return _ascend(source, table, expert_map)
         stat = format == "sglang-stat" or (format is None and key == "logical_count")
-        if table.ndim == 3 and not stat:
+        if table.ndim in (3, 4) and not stat:
             raise TraceError(
                 f"it holds an array {list(table.shape)}; a table is [layers, experts]. Of vllm-ascend's loads give the "
                 "--expert-map, of SGLang's steps say --format sglang-stat"
@@ -97,7 +101,7 @@ def open_loads(path: str | Path, format: str | None = None, expert_map: str | Pa
 
 
 def _table(source: Path, load: NDArray[Any], format: str, **about: Any) -> LoadTable:
-    """Check [S, L, E] loads and leave out layers that have none (dense ones)."""
+    """Check [S, L, E] loads and leave out layers that have none (dense ones), and steps (not used)."""
     if load.ndim != 3 or 0 in load.shape:
         raise TraceError(f"it holds an array {list(load.shape[1:])}; a table of loads is [layers, experts]")
     if load.dtype.kind not in "iuf":
@@ -110,13 +114,13 @@ def _table(source: Path, load: NDArray[Any], format: str, **about: Any) -> LoadT
     values = load.astype(np.float64)
     if not np.isfinite(values).all() or (values < 0).any():
         raise TraceError("a load is negative, infinite or not a number; loads are counts from 0 on")
-    some = np.flatnonzero(values.any(axis=(0, 2)))
+    some, used = np.flatnonzero(values.any(axis=(0, 2))), np.flatnonzero(values.any(axis=(1, 2)))
     if not some.size:
         raise TraceError("all loads are 0; record while requests are served")
     layer_ids = np.asarray(about.pop("layer_ids", range(layers)))[some]
     return LoadTable(
-        values[:, some], tuple(layer_ids.tolist()), format, provenance={"source": source.name, **about.pop("said", {})},
-        **about,
+        values[np.ix_(used, some)], tuple(layer_ids.tolist()), format,
+        provenance={"source": source.name, **about.pop("said", {})}, **about,
     )  # fmt: skip
 
 
@@ -149,12 +153,12 @@ def _array(source: Path) -> tuple[NDArray[Any], str]:
         raise TraceError(f"it is damaged, or no table of numbers ({error}); write it again") from error
 
 
-def _tensorrt_llm(folder: Path) -> LoadTable:
-    """Sum the ranks' counts of every iteration and layer."""
+def _tensorrt_llm(folder: Path, expert_map: str | Path | None) -> LoadTable:
+    """Sum the ranks' counts of every iteration and layer, and with a map those of an expert's slots."""
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
-    files = sorted(folder.glob(_RANKS))
+    files = sorted(file for file in folder.glob(_RANKS) if _RANK.fullmatch(file.name))
     if not (folder / _META).is_file() or not files:
         raise TraceError(f"it is a folder without {_META} and {_RANKS}: no statistics of TensorRT-LLM")
     meta = parse_json(read_text(folder / _META, TraceError), folder / _META, TraceError)
@@ -184,10 +188,39 @@ def _tensorrt_llm(folder: Path) -> LoadTable:
     top_k = said.get("num_experts_per_token", 0)
     if said.get("num_experts", experts) != experts:
         raise TraceError(f"{_META} says {said['num_experts']} experts, the counts have {experts}; record it again")
+    about: dict[str, Any] = {"ranks": len(files), "iterations": len(steps)}
+    if expert_map is not None:
+        load = _by_expert(load, _assignments(Path(expert_map), layers, experts))
+        about["expert_map"] = Path(expert_map).name
     return _table(
         folder, load, "tensorrt-llm", layer_ids=layers, top_k=top_k if type(top_k) is int and top_k > 0 else 0,
-        said={"ranks": len(files), "iterations": len(steps)},
+        said=about,
     )  # fmt: skip
+
+
+def _assignments(path: Path, layers: Sequence[int], num_slots: int) -> NDArray[np.int64]:
+    """[L, slots] the expert in every slot, from TensorRT-LLM's load balancer file."""
+    import yaml
+
+    try:
+        held = yaml.safe_load(read_text(path, TraceError))
+        found = np.asarray([held["initial_global_assignments"][layer] for layer in layers])
+        if found.dtype.kind != "i" or found.shape != (len(layers), num_slots):
+            raise ValueError(f"it has not {num_slots} slots in each layer, as the counts have")
+        if found.min() < 0 or found.max() >= _MOST_EXPERTS:
+            raise ValueError("ids cannot be")
+        return found.astype(np.int64)
+    except (yaml.YAMLError, *_DAMAGE) as error:
+        words = " ".join(str(error).split())
+        raise TraceError(f"{path} is not the load balancer's file ({words}); give the one that it ran with") from error
+
+
+def _by_expert(load_SLP: NDArray[np.float64], map_LP: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Loads of slots as loads of experts, copies added up, [S, L, E]."""
+    load_ELS = np.zeros((int(map_LP.max()) + 1, len(map_LP), len(load_SLP)))
+    for layer, row in enumerate(map_LP):
+        np.add.at(load_ELS[:, layer], row, load_SLP[:, layer].T)
+    return np.ascontiguousarray(load_ELS.T)
 
 
 def _ascend(source: Path, table: NDArray[Any], expert_map: str | Path | None) -> LoadTable:
@@ -195,15 +228,18 @@ def _ascend(source: Path, table: NDArray[Any], expert_map: str | Path | None) ->
     if expert_map is None:
         raise TraceError("vllm-ascend counts by slot; give the expert map it ran with as --expert-map")
     map_LRS = _expert_map(Path(expert_map))
-    if table.ndim != 3 or (table.shape[1], table.shape[0], table.shape[2]) != map_LRS.shape:
+    layers, ranks, slots = map_LRS.shape
+    if table.shape[-3:] == map_LRS.shape and table.ndim in (3, 4):  # where there are as many ranks as layers, too
+        load = table.reshape(-1, layers, ranks * slots)
+    elif table.shape == (ranks, layers, slots):
+        load = table.transpose(1, 0, 2).reshape(1, layers, ranks * slots)
+    else:
         raise TraceError(
-            f"it holds an array {list(table.shape)}, the expert map {map_LRS.shape[0]} layers of {map_LRS.shape[1]} "
-            f"ranks with {map_LRS.shape[2]} slots; moe_load is [ranks, layers, slots of a rank]"
+            f"it holds an array {list(table.shape)}, the expert map {layers} layers of {ranks} ranks with {slots} "
+            "slots; moe_load is [layers, ranks, slots of a rank], with iterations before that or with ranks first"
         )
-    load_LE = np.zeros((len(map_LRS), int(map_LRS.max()) + 1))
-    for layer in range(len(map_LRS)):
-        np.add.at(load_LE[layer], map_LRS[layer], table[:, layer].astype(np.float64))
-    return _table(source, load_LE[None], "vllm-ascend", said={"expert_map": Path(expert_map).name})
+    by_expert = _by_expert(load.astype(np.float64), map_LRS.reshape(layers, -1))
+    return _table(source, by_expert, "vllm-ascend", said={"expert_map": Path(expert_map).name})
 
 
 def _expert_map(path: Path) -> NDArray[np.int64]:

@@ -39,6 +39,17 @@ def test_supported_versions_are_named_with_their_path(name: str, package: str, v
     found = check_engine(name)
     assert (found.package, found.version) == (package, version)
     assert "coterie bake" in found.engine.path
+    assert found.newer == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "newest"), [("sglang", "0.5.24", "0.5.23"), ("sglang", "0.5.30.post1", "0.5.23")]
+)
+def test_what_is_newer_than_all_that_was_looked_at_is_said_to_be(
+    name: str, version: str, newest: str, install: Any
+) -> None:
+    install(name, version)
+    assert check_engine(name).newer.startswith(f"{newest} is the newest that was looked at")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from coterie.engines.base import export_file
-from coterie.engines.sglang import SGLangExporter
+from coterie.engines.sglang import SGLangExporter, sglang_flags
 from coterie.engines.validate import validate
 from coterie.errors import InfeasiblePlacement
 from coterie.families import spec_from_config
@@ -162,8 +162,11 @@ def test_launch_flags_and_what_sglang_does_not_say(tmp_path: Path) -> None:
     spec = _spec("Qwen3-30B-A3B")
     one_node = export_file(SGLangExporter(), _placement(spec, 8), tmp_path / "m.json", spec)
     assert one_node.flags == (
-        "--init-expert-location", str(tmp_path / "m.json"), "--ep-size", "8", "--ep-dispatch-algorithm", "static",
+        "--init-expert-location", str(tmp_path / "m.json"), "--tp-size", "8", "--ep-size", "8",
+        "--moe-a2a-backend", "deepep", "--ep-dispatch-algorithm", "static",
     )  # fmt: skip
+    alone = sglang_flags(_placement(spec, 8), tmp_path / "m.json", "none")
+    assert alone[-3:] == ["none", "--ep-dispatch-algorithm", "dynamic"]  # static is refused without an all-to-all
     notes = " | ".join(one_node.notes)
     assert "leave out --enable-eplb" in notes
     assert "--moe-a2a-backend none" in notes

@@ -45,10 +45,41 @@ def test_sorted_blocks_are() -> None:
     load_E = np.bincount(ids[0].ravel(), minlength=32)
     column = np.repeat(np.arange(32), load_E)
     blocks = column.reshape(4, -1).T.astype(np.uint8)[None].repeat(3, axis=0)
-    for made in (blocks, blocks[:, ::-1]):
+    mixed = blocks[:, np.random.default_rng(0).permutation(blocks.shape[1])]
+    for made in (blocks, blocks[:, ::-1], mixed):
         found = rebuilt_from_histogram(trace_of(made))
         assert found is not None
         assert "sorted blocks" in found
+
+
+@pytest.mark.parametrize("name", data.NAMES)
+def test_rows_rebuilt_from_the_loads_of_real_traces_are(name: str) -> None:
+    """Shuffled entries, draws by popularity, blocks by id or popularity, in order or shuffled: the tools' ways."""
+    trace = open_trace(name)
+    rng = np.random.default_rng(2)
+    layers, tokens, top_k = trace.expert_ids.shape
+    experts = trace.spec.num_experts
+    load_LE = np.stack([np.bincount(np.ravel(ids), minlength=experts) for ids in trace.expert_ids])
+    in_blocks = np.stack([np.repeat(np.arange(experts), load_E).reshape(top_k, tokens).T for load_E in load_LE])
+    popular = np.stack([
+        np.repeat(np.argsort(-load_E), np.sort(load_E)[::-1]).reshape(top_k, tokens).T for load_E in load_LE
+    ])  # fmt: skip
+    dealt = np.stack([rng.permutation(np.repeat(np.arange(experts), load_E)).reshape(tokens, top_k)
+                      for load_E in load_LE])  # fmt: skip
+    scores = np.log(load_LE + 1e-9)[:, None] + rng.gumbel(size=(layers, tokens, experts))
+    drawn = np.argsort(-scores, axis=2)[:, :, :top_k]
+    order = rng.permutation(tokens)
+    for made in (in_blocks, popular, in_blocks[:, order], popular[:, order], dealt, drawn):
+        assert rebuilt_from_histogram(RoutingTrace(made.astype(np.uint8), trace.spec)) is not None
+
+
+@pytest.mark.parametrize("tokens", [1000, 2000])
+@pytest.mark.parametrize("name", data.NAMES)
+def test_short_real_traces_are_not_suspected(name: str, tokens: int) -> None:
+    trace = open_trace(name)
+    ids = np.asarray(trace.expert_ids)
+    for first in range(0, ids.shape[1] - tokens, tokens):
+        assert rebuilt_from_histogram(RoutingTrace(ids[:, first : first + tokens], trace.spec)) is None
 
 
 def test_what_cannot_be_told_or_says_so_itself_is_left_alone() -> None:

@@ -68,6 +68,33 @@ def test_tensorrt_llms_ranks_are_added_up(tmp_path: Path) -> None:
     assert table.load_SLE[0].tolist() == (3 * TABLE)[[0, 2]].tolist()
 
 
+def test_tensorrt_llms_counts_under_a_load_balancer_are_of_slots(tmp_path: Path) -> None:
+    """Read as experts they would be wrong without a word; with the balancer's file they are added up."""
+    folder = tensorrt(tmp_path)
+    balancer = tmp_path / "moe.yaml"
+    balancer.write_text("num_slots: 4\ninitial_global_assignments:\n  0: [2, 0, 1, 0]\n  2: [1, 1, 0, 2]\n")
+    table = open_loads(folder, expert_map=balancer)
+    both = (6 * TABLE).tolist()  # two ranks, 1 + 2 times the table, and two iterations
+    assert table.load_LE.tolist() == [
+        [both[0][1] + both[0][3], both[0][2], both[0][0]], [both[2][2], both[2][0] + both[2][1], both[2][3]]
+    ]  # fmt: skip
+    for text, message in (
+        ("num_slots: 4\n", "initial_global_assignments"), ("initial_global_assignments: {0: [0, 1]}\n", "2"),
+        ("initial_global_assignments: {0: [0, 1], 2: [1, 0]}\n", "4 slots"), ("a: [b", "load balancer"),
+    ):  # fmt: skip
+        balancer.write_text(text)
+        with pytest.raises(TraceError, match=message):
+            open_loads(folder, expert_map=balancer)
+
+
+def test_other_files_beside_tensorrt_llms_ranks_are_left_alone(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    folder = tensorrt(tmp_path)
+    save_file({"100_0": np.zeros((5, 2), dtype=np.int32)}, folder / "rank0_raw.safetensors")
+    assert open_loads(folder).provenance["ranks"] == 2
+
+
 def test_vllm_ascends_slots_become_experts(tmp_path: Path) -> None:
     slots = [[[0, 1, 2], [2, 3, 0]], [[3, 2, 1], [0, 1, 2]]]  # [layers, ranks, slots]
     layers = [
@@ -76,18 +103,40 @@ def test_vllm_ascends_slots_become_experts(tmp_path: Path) -> None:
         for number, ranks in enumerate(slots)
     ]  # fmt: skip
     (tmp_path / "map.json").write_text(json.dumps({"moe_layer_count": 2, "layer_list": layers}))
-    load = np.array([[[1, 2, 3], [10, 20, 30]], [[4, 5, 6], [40, 50, 60]]])  # [ranks, layers, slots]
-    np.save(tmp_path / "moe_load.npy", load)
-    table = open_loads(tmp_path / "moe_load.npy", expert_map=tmp_path / "map.json")
-    assert table.format == "vllm-ascend"
-    assert table.load_LE.tolist() == [[1 + 6, 2, 3 + 4, 5], [40, 30 + 50, 20 + 60, 10]]
+    load = np.array([[[1, 2, 3], [4, 5, 6]], [[10, 20, 30], [40, 50, 60]]])  # [layers, ranks, slots]
+    expected = np.array([[1 + 6, 2, 3 + 4, 5], [40, 30 + 50, 20 + 60, 10]])
+    for held, total in ((load, expected), (np.stack([load, 0 * load, 3 * load]), 4 * expected)):  # with iterations
+        np.save(tmp_path / "moe_load.npy", held)
+        table = open_loads(tmp_path / "moe_load.npy", expert_map=tmp_path / "map.json")
+        assert table.format == "vllm-ascend"
+        assert table.load_LE.tolist() == total.tolist()
+    assert len(table.load_SLE) == 2  # an iteration without load was none
     with pytest.raises(TraceError, match="give the expert map"):
         open_loads(tmp_path / "moe_load.npy", "vllm-ascend")
     with pytest.raises(TraceError, match="give the --expert-map"):
         open_loads(tmp_path / "moe_load.npy")
     np.save(tmp_path / "few.npy", load[:1])
-    with pytest.raises(TraceError, match="is \\[ranks, layers, slots of a rank\\]"):
+    with pytest.raises(TraceError, match="is \\[layers, ranks, slots of a rank\\]"):
         open_loads(tmp_path / "few.npy", expert_map=tmp_path / "map.json")
+
+
+def test_vllm_ascends_ranks_may_stand_first(tmp_path: Path) -> None:
+    """As one stacks what every rank saved; with as many ranks as layers the engine's own order is meant."""
+    held = [{"device_expert": [0, 1]}, {"device_expert": [2, 3]}]
+    (tmp_path / "map.json").write_text(json.dumps({"layer_list": [{"device_list": held}] * 3}))
+    np.save(tmp_path / "moe_load.npy", np.arange(1, 13).reshape(2, 3, 2))
+    table = open_loads(tmp_path / "moe_load.npy", expert_map=tmp_path / "map.json")
+    assert table.load_LE.tolist() == [[1, 2, 7, 8], [3, 4, 9, 10], [5, 6, 11, 12]]
+
+
+def test_sglangs_unused_steps_do_not_count_as_held_out(tmp_path: Path) -> None:
+    """The ring holds 1,000 steps unless told otherwise; after a few requests most of them are zeros."""
+    ring = np.zeros((1000, *TABLE.shape), dtype=np.int32)
+    ring[:4] = [TABLE, 2 * TABLE, 3 * TABLE, 4 * TABLE]
+    np.savez(tmp_path / "stat.npz", logical_count=ring)
+    earlier, later = halves(open_loads(tmp_path / "stat.npz"))
+    assert earlier.tolist() == (3 * TABLE)[[0, 2]].tolist()
+    assert later.tolist() == (7 * TABLE)[[0, 2]].tolist()
 
 
 @pytest.mark.parametrize(

@@ -196,10 +196,12 @@ def _scan(files: list[Path]) -> Scan:
                 f"{each.what} and {owner[key]} are the same pass of the same rank; import recordings apart"
             )
         _check_physical(each, logical_LP.shape[1])
+        _check_whole(each)
         owner[key] = each.what
-        ids = np.ascontiguousarray(each.ids_LTC)
-        digest = hashlib.sha256(repr(each.positions).encode() + b"|")
-        digest.update(ids.data)
+        ids = each.ids_LTC
+        logical_LTC = np.where(ids >= 0, logical_LP[np.arange(len(ids))[:, None, None], ids], -1)
+        digest = hashlib.sha256(repr(each.positions).encode() + b"|")  # ranks may choose different copies of an expert
+        digest.update(np.ascontiguousarray(logical_LTC).data)
         scan.digests[each.rank][each.number] = digest.digest()
         scan.sizes[key] = ids.shape[1]
         valid_LC = scan.valid_LC.setdefault(each.rank, np.zeros(shape, dtype=np.int64))
@@ -214,6 +216,19 @@ def _check_physical(each: Pass, num_slots: int) -> None:
         raise TraceError(
             f"{each.what} holds physical id {value}; ids run from 0 to {num_slots - 1}, -1 where unused: "
             "record with --disable-shared-experts-fusion, which keeps shared experts out"
+        )
+
+
+def _check_whole(each: Pass) -> None:
+    """Every token of a batch that extends has experts, unless its rank worked on a share of the batch."""
+    if each.mode != EXTEND_BATCH or not each.lengths:
+        return
+    chosen = (each.ids_LTC[:, : sum(each.lengths)] >= 0).any(axis=(0, 2))
+    if chosen.any() and not chosen.all():
+        raise TraceError(
+            f"{each.what} has experts for {int(chosen.sum())} of {chosen.size} tokens and does not say which: with an "
+            "all-to-all backend and tensor-parallel attention each rank records its share; record with "
+            "--moe-a2a-backend none, where every rank sees all tokens"
         )
 
 

@@ -75,11 +75,20 @@ def test_physical_ids_become_logical_and_unused_columns_go(tmp_path):
 
 
 @needs_torch
+def test_a_ranks_share_of_a_batch_is_refused(tmp_path):
+    """The tokens of a prompt all have experts; rows without are of tokens that other ranks routed."""
+    ids = physical(9)
+    ids[:, 5:] = -1
+    with pytest.raises(TraceError, match="experts for 5 of 9 tokens and does not say which"):
+        open_trace(dump(tmp_path, [record(ids)]))
+
+
+@needs_torch
 def test_tokens_with_fewer_experts_keep_fewer_and_padding_goes(tmp_path):
     ids = physical(9)
     ids[2, 3, 1] = -1
     ids[:, 7:] = -1
-    trace = open_trace(dump(tmp_path, [record(ids)]))
+    trace = open_trace(dump(tmp_path, [record(ids, extend_seq_lens=[7])]))
     assert trace.num_tokens == 7
     assert trace.provenance["dropped"] == {"warm_up": 0, "padding": 2}
     assert np.argwhere(~trace.kept).tolist() == [[1, 3, 1]]
