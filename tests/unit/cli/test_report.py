@@ -41,7 +41,7 @@ def test_a_page_and_what_it_says(run: Run) -> None:
     assert "wrote r.html" in out
     page = Path("r.html").read_text()
     assert page.count("<h2>") == 8
-    assert "ordered by their device in p:" in page
+    assert "ordered by their device in p." in page
     assert not [part for part in ('src="http', 'href="http') if part in page.replace("\\", "")[:5000]]
 
 
