@@ -28,7 +28,9 @@ def advise(
     backend: Annotated[
         str | None, typer.Option("--backend", help="The engine's all-to-all backend; none where it has none.")
     ] = None,
-    redundant: Annotated[int, typer.Option("--redundant", min=0, help="Slots for copies whose memory to price.")] = 0,
+    redundant: Annotated[
+        int, typer.Option("--redundant", min=0, help="Slots of a layer for copies: what they bring and take.")
+    ] = 0,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Tokens of each rank in a step.")] = 64,
     out: Annotated[Path | None, typer.Option("--out", help="Write the recommended placement there, .json.")] = None,
     heldout: Annotated[float, typer.Option(help="Share of the tokens, the latest sequences, that only measure.")] = 0.2,
@@ -41,10 +43,11 @@ def advise(
     Times need a topology from coterie calibrate; without one, placements are compared by counts.
     """
     from coterie.models.expert_shape import expert_sizes
+    from coterie.placement.copies import FEWEST_DEVICES
     from coterie.placement.driver import prepare
     from coterie.report.advice import Situation
     from coterie.report.advice import advise as run
-    from coterie.report.advice_engines import backend_of, how_to_use
+    from coterie.report.advice_engines import DISPATCH, backend_of, how_to_use, refusals
     from coterie.topology import Topology
     from coterie.trace.open import open_trace
 
@@ -54,8 +57,9 @@ def advise(
     with warnings_as_notes(), progress() as listen:
         trace = open_trace(source, format=format_name, progress=listen)
         _require_same(trace, sizes)
-        setting = prepare(trace, devices, seed=seed, progress=listen)
-        advice = run(setting, Situation(chosen, sizes, batch, redundant), heldout)
+        rule = DISPATCH.get(engine, FEWEST_DEVICES)
+        setting = prepare(trace, devices, seed=seed, progress=listen, redundant=redundant, dispatch=rule)
+        advice = run(setting, Situation(chosen, sizes, batch, refusals(engine, setting)), heldout)
     use = how_to_use(engine, advice.placement, str(out or _FILE), model or _MODEL, chosen)
     if out is not None:
         advice.placement.save(out)
@@ -105,16 +109,39 @@ def _show(found: Mapping[str, Any], engine: str) -> None:
         note("times are predicted from the topology's measured numbers, all MoE layers together, not measured")
     else:
         note("no times: the topology is not calibrated (coterie calibrate), or the hidden size unknown (--model)")
-    memory = found["memory"]
-    if memory["expert_bytes"] is not None:
-        each = f"one expert takes {memory['expert_bytes'] / 1e6:.1f} MB in each layer"
-        slots = memory["redundant"]
-        copies = (
-            f"; {slots} redundant slots a layer take {memory['redundant_bytes_per_device'] / 1e9:.2f} GB on a device"
-        )
-        say(each + (f"{copies} (coterie place --redundant {slots})" if slots else ""))
+    _show_memory(found["memory"])
+    if found["copies"] is not None:
+        _show_copies(found["copies"], engine)
     say(
         found["reason"]
         if not found["gain"]
         else f"use {found['recommended']}, by {found['compared_by']}: {found['reason']}"
+    )
+
+
+def _show_memory(memory: Mapping[str, Any]) -> None:
+    slots, each = memory["redundant"], memory["expert_bytes"]
+    said = [] if each is None else [f"one expert takes {each / 1e6:.1f} MB in each layer"]
+    if slots:
+        taken = memory["redundant_bytes_per_device"]
+        size = "" if taken is None else f", {taken / 1e9:.2f} GB there"
+        said.append(
+            f"{slots} redundant slots a layer are {memory['redundant_share']:.1%} more expert memory, at most "
+            f"{memory['redundant_slots_per_device']} a layer on a device{size}"
+        )
+    if said:
+        say("; ".join(said))
+
+
+def _show_copies(copies: Mapping[str, Any], engine: str) -> None:
+    if copies["refused"] is not None:
+        say(f"no copies: {copies['refused']}")
+        return
+    if copies["best"] is None:
+        return
+    change = f"{abs(copies['gain']):.1%} {'less' if copies['gain'] > 0 else 'more'}"
+    verdict = "worth the memory" if copies["used"] else "not worth the memory"
+    say(
+        f"copies: chosen as {engine} does ({copies['dispatch']}), {copies['best']} costs {change} than "
+        f"{copies['against']} (chance alone makes {2 * copies['standard_error']:.1%}): {verdict}"
     )

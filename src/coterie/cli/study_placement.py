@@ -150,7 +150,7 @@ def study_tokens(
         return
     table(["fitted on", "devices", "nodes", "B", "peak"], tokens.rows(result))
     for name, each in result["methods"].items():
-        say(f"{name}: within {tokens.NEAR:.0%} of all earlier tokens' figures from {each['stable_from']:,} tokens on")
+        say(tokens.settled(name, each))
     _said(out)
 
 

@@ -9,11 +9,16 @@ from pathlib import Path
 
 from coterie.engines.registry import get_exporter
 from coterie.errors import unknown_name
+from coterie.placement.candidates import Setting
+from coterie.placement.copies import own_slots
 from coterie.placement.placement import Placement
 
 _ENGINE_FILE = {"sglang": Path("experts.json"), "tensorrt-llm": Path("experts.yaml")}
 _DEFAULT_BACKEND = {"sglang": "deepep", "vllm": "deepep_high_throughput", "tensorrt-llm": "alltoall"}
+_TITLES = {"sglang": "SGLang", "vllm": "vLLM", "tensorrt-llm": "TensorRT-LLM"}
 ENGINES = tuple(_DEFAULT_BACKEND)
+DISPATCH = {"sglang": "nearest", "tensorrt-llm": "random"}
+"""The rule of ours that is nearest to how an engine chooses copies, given the flags that `how_to_use` prints."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,29 @@ def backend_of(engine: str, backend: str | None) -> str:
     if engine not in ENGINES:
         raise unknown_name("engine", engine, ENGINES)
     return backend or _DEFAULT_BACKEND[engine]
+
+
+def refusals(engine: str, setting: Setting) -> dict[int, str]:
+    """Why the engine loads no placement without copies (0), or with the setting's slots for them; empty if it does.
+
+    All three give every rank the same number of slots; vLLM's path, a baked checkpoint, has no copies.
+    """
+    topology, experts, redundant = setting.topology, setting.trace.spec.num_experts, setting.redundant
+    slots_G = topology.slots(experts + redundant)
+    found = {}
+    for copies, counts_G in {0: own_slots(slots_G, experts), redundant: slots_G}.items():
+        least, most = int(counts_G.min()), int(counts_G.max())
+        if least < most:
+            even = -experts % topology.num_devices
+            remedy = "" if engine == "vllm" or not even else f"; --redundant {even} would make them even"
+            what = f"{experts} experts" + (f" and {copies} copies" if copies else "")
+            found[copies] = (
+                f"{_TITLES[engine]} gives every rank the same number of slots, and {what} on {topology.num_devices} "
+                f"devices are {least} to {most} a device{remedy}"
+            )
+    if engine == "vllm" and redundant:
+        found[redundant] = "vLLM takes a placement only as a baked checkpoint, which has no copies"
+    return found
 
 
 def how_to_use(engine: str, placement: Placement, file: str, model: str, backend: str) -> Use:

@@ -48,7 +48,8 @@ def test_for_people_with_times_and_memory(run: Run) -> None:
     )  # fmt: skip
     assert code == 0
     assert "predicted from the topology's measured numbers" in err
-    assert "4 redundant slots a layer take 0.00 GB" in out
+    assert "4 redundant slots a layer are 25.0% more expert memory, at most 1 a layer on a device, 0.00 GB there" in out
+    assert "copies: chosen as sglang does (nearest), " in out
     assert "coterie export p.json --to sglang" in out
     assert "--init-expert-location" in out
     advised = Placement.load("p.json").method["advised"]

@@ -84,6 +84,31 @@ def test_what_does_not_belong_on_it_is_refused(make_trace: Any) -> None:
 
 
 @pytest.mark.needs("plotly")
+def test_copies_are_measured_under_one_rule_and_beside_it_the_others(make_trace: Any) -> None:
+    setting = prepare(make_trace(layers=3, tokens=800), FOUR, redundant=4, dispatch="nearest")
+    mine, plain = place(setting, "eplb", heldout=0.2), place(prepare(setting.trace, FOUR), "cap", heldout=0.2)
+    report = gather(setting, {"mine": mine, "plain": plain}, quick=True)
+    assert report.placements["eplb"].means() == report.placements["mine"].means()
+    later = split(setting.trace, 0.2).second
+    for name, shown in report.placements.items():
+        rule = {} if name == "plain" else {"random", "nearest", "fewest-devices"}
+        assert set(shown.by_rule) == set(rule)
+        for each, means in shown.by_rule.items():
+            assert means == average(measure(setting.trace, mine.hosts() if name == "mine" else shown.devices, FOUR,
+                                            later, each))  # fmt: skip
+        assert report.device_load(name).mean() == pytest.approx(1)
+        assert report.device_load(name).max(axis=1).mean() == pytest.approx(shown.means()["balance"])
+    expert_P, device_P = report.placements["mine"].slots(1)
+    assert expert_P.tolist() == mine.physical_to_logical_map[1].tolist()
+    assert device_P.tolist() == mine.device_of_slot().tolist()
+    assert report.spectra == {}
+    html = placement_page(report, "toy").html()
+    assert "under the rule nearest" in html
+    assert "20 (+25.0%)" in html
+    assert len(figures.coactivation(report, by_device=True).data[0].z) == 20
+
+
+@pytest.mark.needs("plotly")
 def test_company_is_ordered_by_device(found: PlacementReport) -> None:
     device_E = found.placements["mine"].devices[0]
     order_E = np.argsort(device_E, kind="stable")
