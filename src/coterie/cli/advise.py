@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +27,8 @@ def advise(
         str | None, typer.Option("--model", help="The model's config.json, folder or name: sizes for times and memory.")
     ] = None,
     backend: Annotated[
-        str | None, typer.Option("--backend", help="The engine's all-to-all backend; none where it has none.")
+        str | None,
+        typer.Option("--backend", help="The engine's all-to-all backend, by its name; none where it has none."),
     ] = None,
     redundant: Annotated[
         int, typer.Option("--redundant", min=0, help="Slots of a layer for copies: what they bring and take.")
@@ -42,16 +44,22 @@ def advise(
 
     Times need a topology from coterie calibrate; without one, placements are compared by counts.
     """
+    from coterie.files import replacing
     from coterie.models.expert_shape import expert_sizes
     from coterie.placement.copies import FEWEST_DEVICES
     from coterie.placement.driver import prepare
     from coterie.report.advice import Situation
     from coterie.report.advice import advise as run
-    from coterie.report.advice_engines import DISPATCH, backend_of, how_to_use, refusals
+    from coterie.report.advice_engines import BACKENDS, DISPATCH, backend_of, how_to_use, refusals
     from coterie.topology import Topology
     from coterie.trace.open import open_trace
 
     chosen = backend_of(engine, backend)
+    if chosen not in BACKENDS[engine]:
+        note(
+            f"{engine} is not known to have a backend {chosen!r} (known: {', '.join(BACKENDS[engine])}); taken as one "
+            "that sends tokens only where they are needed"
+        )
     devices = Topology.parse(topology)
     sizes = None if model is None else expert_sizes(model)
     with warnings_as_notes(), progress() as listen:
@@ -59,10 +67,12 @@ def advise(
         _require_same(trace, sizes)
         rule = DISPATCH.get(engine, FEWEST_DEVICES)
         setting = prepare(trace, devices, seed=seed, progress=listen, redundant=redundant, dispatch=rule)
-        advice = run(setting, Situation(chosen, sizes, batch, refusals(engine, setting)), heldout)
+        situation = Situation(chosen, sizes, batch, refusals(engine, setting))
+        with nullcontext(None) if out is None else replacing(out) as place:  # a place to write to, before the work
+            advice = run(setting, situation, heldout)
+            if place is not None:
+                advice.placement.save(place)
     use = how_to_use(engine, advice.placement, str(out or _FILE), model or _MODEL, chosen)
-    if out is not None:
-        advice.placement.save(out)
     if as_json:
         used = use.to_json() if advice.found["gain"] else {"commands": [], "notes": []}
         emit_json({"engine": engine, "out": None if out is None else str(out), **advice.found, **used})

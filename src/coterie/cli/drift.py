@@ -22,7 +22,7 @@ def drift(
     placement: Annotated[Path, typer.Argument(metavar="PLACEMENT", help="A placement made by coterie place.")],
     trace: Annotated[str, typer.Argument(metavar="NEW_TRACE", help="Routing recorded since, importable or shipped.")],
     heldout: Annotated[float, typer.Option(help="Share of the tokens, the latest sequences, that only measure.")] = 0.5,
-    worth: Annotated[str, typer.Option(help="The least gain worth redoing it for.")] = "2%",
+    worth: Annotated[str, typer.Option(help="The least gain worth redoing it for, a share of the score.")] = "2%",
     method: Annotated[str | None, typer.Option("--method", help="Of the fresh placement; else the old one's.")] = None,
     format_name: FormatOption = None,
     seed: SeedOption = 0,

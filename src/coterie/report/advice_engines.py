@@ -15,6 +15,15 @@ from coterie.placement.placement import Placement
 
 _ENGINE_FILE = {"sglang": Path("experts.json"), "tensorrt-llm": Path("experts.yaml")}
 _DEFAULT_BACKEND = {"sglang": "deepep", "vllm": "deepep_high_throughput", "tensorrt-llm": "alltoall"}
+BACKENDS = {
+    "sglang": ("none", "deepep", "mooncake", "flashinfer", "ascend_fuseep", "nixl", "mori"),
+    "vllm": (
+        "naive", "pplx", "deepep_high_throughput", "deepep_low_latency", "allgather_reducescatter",
+        "flashinfer_all2allv", "mori", "nixl_ep",
+    ),
+    "tensorrt-llm": ("none", "alltoall"),
+}  # fmt: skip
+"""Backends by the names of each engine's own option; TensorRT-LLM has none, and chooses by itself."""
 _TITLES = {"sglang": "SGLang", "vllm": "vLLM", "tensorrt-llm": "TensorRT-LLM"}
 ENGINES = tuple(_DEFAULT_BACKEND)
 DISPATCH = {"sglang": "nearest", "tensorrt-llm": "random"}

@@ -105,8 +105,8 @@ def show(page: Page, result: dict[str, Any]) -> None:
     page.section(
         "Tokens until a placement is stable (CAP §VIII-G)",
         "The paper: routing statistics and groupings are stable after about 8,000 tokens.",
-        "Fitted on the first tokens of the earlier sequences, measured on the same later ones. In devices per token and "
-        f"peak traffic, {found}.",
+        "Fitted on the first tokens of the earlier sequences, measured on the same later ones. In devices per token "
+        f"and peak traffic, {found}.",
     )
     page.table(["fitted on", *MEASURES.values()], rows(result))
     graph = graph_objects()
