@@ -17,6 +17,7 @@ _MOST_CELLS = 400_000  # bytes of co-activation in the page, before base64
 _DEPTH = 250
 _SCALE = "Viridis"
 _SKEW_POINTS = 33
+_MOST_BARS = 16  # devices; more are lines
 _GREY = "#777"
 _COLOURS = ("#3366cc", "#e2711d", "#2a9d5c", "#9c4dcc", "#c2255c", "#0b7285", "#8d6e00", "#5c4033")
 
@@ -86,8 +87,11 @@ def device_loads(report: PlacementReport) -> Any:
     figure = graph_objects().Figure()
     for name in report.placements:
         ranked_G = -np.sort(-report.device_load(name), axis=1).mean(axis=0)
-        figure.add_bar(x=np.arange(1, ranked_G.size + 1), y=ranked_G.astype(np.float32), name=name,
-                       marker={"color": colour(report, name)})  # fmt: skip
+        ranks, own = np.arange(1, ranked_G.size + 1), colour(report, name)
+        if ranked_G.size > _MOST_BARS:
+            figure.add_scatter(x=ranks, y=ranked_G.astype(np.float32), name=name, mode="lines", line={"color": own})
+        else:
+            figure.add_bar(x=ranks, y=ranked_G.astype(np.float32), name=name, marker={"color": own})
     figure.update_layout(
         barmode="group", xaxis_title="device of a layer, busiest first", yaxis_title="load over the mean"
     )  # fmt: skip
@@ -138,12 +142,11 @@ def spectrum(report: PlacementReport) -> Any:
             x=visits, y=balances, name=f"{method} spectrum", mode="lines+markers",
             marker={"size": 5}, line={"color": colour(report, method), "width": 1.5},
         )  # fmt: skip
-    for number, (name, shown) in enumerate(report.placements.items()):
+    for name, shown in report.placements.items():
         means = shown.means()
         figure.add_scatter(
-            x=[means["dpt"]], y=[means["balance"]], name=name, mode="markers+text", text=[name],
-            textposition=("top center", "bottom center")[number % 2], showlegend=False,
-            marker={"size": 12, "symbol": "diamond", "color": colour(report, name)},
+            x=[means["dpt"]], y=[means["balance"]], name=name, mode="markers",
+            marker={"size": 12, "symbol": "diamond", "opacity": 0.8, "color": colour(report, name)},
         )  # fmt: skip
     figure.update_layout(xaxis_title="devices per token (communication)", yaxis_title="B (imbalance of computation)")
     return figure

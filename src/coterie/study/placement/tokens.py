@@ -82,6 +82,8 @@ def stable_from(rows: Sequence[dict[str, Any]]) -> int:
 def settled(name: str, found: dict[str, Any]) -> str:
     """`stable_from` of a method in words."""
     most = found["points"][-1]["tokens"]
+    if len(found["points"]) == 1:
+        return f"{name}: {most:,} earlier tokens are too few to tell from when on more change little"
     if found["stable_from"] == most:
         return f"{name}: not settled, over {NEAR:.0%} away until all {most:,} earlier tokens are used"
     return f"{name}: within {NEAR:.0%} of the figures of all {most:,} earlier tokens from {found['stable_from']:,} on"
