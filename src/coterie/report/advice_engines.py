@@ -94,11 +94,12 @@ def how_to_use(engine: str, placement: Placement, file: str, model: str, backend
         backend: the engine's way to exchange tokens.
     """
     devices = str(placement.topology.num_devices)
+    served = "MODEL" if Path(model).suffix == ".json" else model  # a config alone cannot be served
     if engine == "vllm":
         serve = ["vllm", "serve", "DIR", "--data-parallel-size", devices, "--enable-expert-parallel"]
         return Use(
             (
-                shlex.join(["coterie", "bake", model, "--placement", file, "--out", "DIR", "--verify"]),
+                shlex.join(["coterie", "bake", served, "--placement", file, "--out", "DIR", "--verify"]),
                 shlex.join([*serve, "--all2all-backend", backend]),
             ),
             ("leave out --enable-eplb, which would move the experts again",),
@@ -112,13 +113,13 @@ def how_to_use(engine: str, placement: Placement, file: str, model: str, backend
             "-m",
             "sglang.launch_server",
             "--model-path",
-            model,
+            served,
             "--tp-size",
             devices,
             *flags,
             "--moe-a2a-backend",
             backend,
         ],
-        "tensorrt-llm": ["trtllm-serve", model, *flags],
+        "tensorrt-llm": ["trtllm-serve", served, *flags],
     }[engine]
     return Use((shlex.join(export), shlex.join(start)), tuple(exporter.launch_notes(placement, placement.spec, target)))

@@ -171,6 +171,8 @@ def test_every_engine_gets_commands_that_name_the_file(make_trace: Any, engine: 
     assert use.commands[0].startswith("coterie bake" if engine == "vllm" else "coterie export")
     assert " 4" in use.commands[-1]
     assert use.notes
+    config = how_to_use(engine, placement, "p.json", "config.json", backend_of(engine, None))
+    assert "config.json" not in config.commands[-1]  # a config alone cannot be served
 
 
 def test_what_cannot_be() -> None:
