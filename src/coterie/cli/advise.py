@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coterie.cli.common import JsonOption, SeedOption, emit_json, note, progress, say, table, warnings_as_notes
-from coterie.cli.place import COLUMNS, HEADERS, LEGEND, FormatOption, TopologyOption, TraceArgument
+from coterie.cli.place import COLUMNS, HEADERS, LEGEND, SPEEDS_LEGEND, FormatOption, TopologyOption, TraceArgument
 
 if TYPE_CHECKING:
     from coterie.models.expert_shape import ExpertSizes
@@ -115,6 +115,8 @@ def _show(found: Mapping[str, Any], engine: str) -> None:
         rows.append([name, *(each[key] for key in COLUMNS), *times])
     table(["expected", *HEADERS, *(["experts", "exchanges", "step"] if timed else [])], rows)
     say(LEGEND)
+    if found["topology"].get("speed_per_device"):
+        say(SPEEDS_LEGEND)
     if timed:
         note("times are predicted from the topology's measured numbers, all MoE layers together, not measured")
     else:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from coterie.cli.common import JsonOption, SeedOption, emit_json, progress, say, table, warnings_as_notes
-from coterie.cli.place import COLUMNS, HEADERS, LEGEND, FormatOption
+from coterie.cli.place import COLUMNS, HEADERS, LEGEND, SPEEDS_LEGEND, FormatOption
 
 _WORDS = {
     "then": "then (held out, as its file says)",
@@ -55,4 +55,6 @@ def _show(file: Path, result: dict[str, Any]) -> None:
     ]
     table(["", *HEADERS, "score"], rows)
     say(LEGEND + "; score: what placing minimises, and B at its price")
+    if result["topology"].get("speed_per_device"):
+        say(SPEEDS_LEGEND)
     say(f"{'redo it' if result['redo'] else 'keep it'}: {result['reason']}")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from coterie.cli.common import JsonOption, SeedOption, emit_json, progress, say, table, warnings_as_notes
-from coterie.cli.place import COLUMNS, COPIES_LEGEND, HEADERS, LEGEND, FormatOption, TraceArgument
+from coterie.cli.place import COLUMNS, COPIES_LEGEND, HEADERS, LEGEND, SPEEDS_LEGEND, FormatOption, TraceArgument
 
 
 def report(
@@ -74,6 +74,8 @@ def report(
         return
     table(["held out", *HEADERS], [[name, *(each[key] for key in COLUMNS)] for name, each in means.items()])
     say(LEGEND)
+    if devices.speed_per_device:
+        say(SPEEDS_LEGEND)
     if redundant:
         say(f"{COPIES_LEGEND}; here: {rule}")
     say(f"wrote {out} ({out.stat().st_size / 1e6:.1f} MB)")

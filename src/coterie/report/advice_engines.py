@@ -70,7 +70,9 @@ def refusals(engine: str, setting: Setting) -> dict[int, str]:
         least, most = int(counts_G.min()), int(counts_G.max())
         if least < most:
             even = -experts % topology.num_devices
-            remedy = "" if engine == "vllm" or not even else f"; --redundant {even} would make them even"
+            remedy = "" if engine == "vllm" else f"; --redundant {even} would make them even"
+            if not even:
+                remedy = "; without slots_per_device they would be even"
             what = f"{experts} experts" + (f" and {copies} copies" if copies else "")
             found[copies] = (
                 f"{_TITLES[engine]} gives every rank the same number of slots, and {what} on {topology.num_devices} "
