@@ -74,6 +74,19 @@ def test_no_gain_is_said_plainly_and_gives_no_commands(run: Run) -> None:
     assert "coterie bake" not in out
 
 
+def test_a_backend_that_is_not_known_is_said_so(run: Run) -> None:
+    code, _, err = run("t.safetensors", "--topology", "1", "--engine", "vllm", "--backend", "depep")
+    assert code == 0
+    assert "vllm is not known to have a backend 'depep' (known: naive, pplx, " in err
+
+
+def test_a_place_to_write_to_comes_before_the_work(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coterie.report.advice.advise", lambda *_: pytest.fail("it worked first"))
+    code, _, err = run("t.safetensors", "--topology", "4", "--engine", "vllm", "--out", "none/p.json")
+    assert code == 2
+    assert "cannot write none" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
