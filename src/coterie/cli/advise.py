@@ -152,7 +152,7 @@ def _show_copies(copies: Mapping[str, Any], engine: str) -> None:
     if copies["best"] is None:
         return
     change = f"{abs(copies['gain']):.1%} {'less' if copies['gain'] > 0 else 'more'}"
-    verdict = "worth the memory" if copies["used"] else "not worth the memory"
+    verdict = "used" if copies["used"] else "not used"
     say(
         f"copies: chosen as {engine} does ({copies['dispatch']}), {copies['best']} costs {change} than "
         f"{copies['against']} (chance alone makes {2 * copies['standard_error']:.1%}): {verdict}"
