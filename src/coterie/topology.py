@@ -102,7 +102,7 @@ class Topology:
         for g, row in enumerate(self.link_costs or ()):
             for h, cost in enumerate(row):
                 assert self.link_costs is not None
-                if cost != self.link_costs[h][g]:
+                if not math.isnan(cost) and cost != self.link_costs[h][g]:  # a NaN is refused below for what it is
                     raise ConfigError(
                         f"link_costs is {cost:g} from device {g} to {h} and {self.link_costs[h][g]:g} back; a link "
                         "costs the same both ways: give the mean"

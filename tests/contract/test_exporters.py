@@ -89,14 +89,19 @@ def test_another_model_is_refused_and_nothing_is_written(exporter: Exporter, tmp
 
 @every_exporter
 @pytest.mark.parametrize(
-    "topology",
-    [Topology(1, 5), Topology(1, 2, slots_per_device=(5, 7)), Topology(1, 3, slots_per_device=(3, 3, 6))],
+    ("topology", "copies"),
+    [
+        (Topology(1, 5), 3),
+        (Topology(1, 2, slots_per_device=(5, 7)), 0),
+        (Topology(1, 3, slots_per_device=(3, 3, 6)), 0),
+    ],
     ids=["indivisible", "unequal", "unequal though divisible"],
 )
-def test_uneven_ranks(exporter: Exporter, tmp_path: Path, topology: Topology) -> None:
+def test_uneven_ranks(exporter: Exporter, tmp_path: Path, topology: Topology, copies: int) -> None:
     path = _path(exporter, tmp_path)
     if exporter.even_ranks:
-        with pytest.raises(InfeasiblePlacement, match=r"the same number of experts; .* on 1, 2, 3, 4, 6, 12 devices"):
+        remedy = f", or on these with --redundant {copies}" if copies else ""
+        with pytest.raises(InfeasiblePlacement, match=f"number of experts; .* on 1, 2, 3, 4, 6, 12 devices{remedy}$"):
             export_file(exporter, _placement(topology=topology), path)
         assert os.listdir(tmp_path) == []
     else:

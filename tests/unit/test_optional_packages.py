@@ -38,3 +38,13 @@ def test_where_everything_was_promised_it_fails(setup: Any, monkeypatch: pytest.
     monkeypatch.setenv("COTERIE_REQUIRE_ALL", "1")
     with pytest.raises(pytest.fail.Exception, match="needs no_such"):
         setup("no_such")
+
+
+def test_a_browser_is_looked_for_on_the_path(setup: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("COTERIE_REQUIRE_ALL", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(pytest.skip.Exception, match="needs chromium: apt-get install chromium-headless-shell"):
+        setup("chromium")
+    (tmp_path / "chromium").write_text("#!/bin/sh\n")
+    (tmp_path / "chromium").chmod(0o755)
+    setup("chromium")

@@ -96,7 +96,10 @@ def test_written_as_yaml(tmp_path: Path) -> None:
         ("devices_per_node: 2\nlink_costs: [[0, 1], [0]]", "row 1 of link_costs has 1 entries"),
         ("devices_per_node: 2\nlink_costs: [[0, 1], [2, 0]]", "1 from device 0 to 1 and 2 back"),
         ("devices_per_node: 2\nlink_costs: [[0, 0], [0, 0]]", "0 from device 0 to 1"),
-        ("devices_per_node: 2\nlink_costs: [[0, .nan], [.nan, 0]]", "link_costs is nan"),
+        (
+            "devices_per_node: 2\nlink_costs: [[0, .nan], [.nan, 0]]",
+            "from device 0 to 1; it is 0 to itself",
+        ),
         ("inter_cost: .nan", "costs 1 to 1e6"),
         ("inter_cost: yes", "wrong type"),
         ("inter_cost: 1" + "0" * 400, "inter_cost in the topology is an integer too large"),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from coterie.cli.common import JsonOption, SeedOption, emit_json, note, progress, say, table, warnings_as_notes
-from coterie.cli.place import COLUMNS, HEADERS, LEGEND, FormatOption, TopologyOption, TraceArgument
+from coterie.cli.place import COLUMNS, HEADERS, LEGEND, SPEEDS_LEGEND, FormatOption, TopologyOption, TraceArgument
 
 if TYPE_CHECKING:
     from coterie.models.expert_shape import ExpertSizes
@@ -26,9 +27,12 @@ def advise(
         str | None, typer.Option("--model", help="The model's config.json, folder or name: sizes for times and memory.")
     ] = None,
     backend: Annotated[
-        str | None, typer.Option("--backend", help="The engine's all-to-all backend; none where it has none.")
+        str | None,
+        typer.Option("--backend", help="The engine's all-to-all backend, by its name; none where it has none."),
     ] = None,
-    redundant: Annotated[int, typer.Option("--redundant", min=0, help="Slots for copies whose memory to price.")] = 0,
+    redundant: Annotated[
+        int, typer.Option("--redundant", min=0, help="Slots of a layer for copies: what they bring and take.")
+    ] = 0,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Tokens of each rank in a step.")] = 64,
     out: Annotated[Path | None, typer.Option("--out", help="Write the recommended placement there, .json.")] = None,
     heldout: Annotated[float, typer.Option(help="Share of the tokens, the latest sequences, that only measure.")] = 0.2,
@@ -40,25 +44,35 @@ def advise(
 
     Times need a topology from coterie calibrate; without one, placements are compared by counts.
     """
+    from coterie.files import replacing
     from coterie.models.expert_shape import expert_sizes
+    from coterie.placement.copies import FEWEST_DEVICES
     from coterie.placement.driver import prepare
     from coterie.report.advice import Situation
     from coterie.report.advice import advise as run
-    from coterie.report.advice_engines import backend_of, how_to_use
+    from coterie.report.advice_engines import BACKENDS, DISPATCH, backend_of, how_to_use, refusals
     from coterie.topology import Topology
     from coterie.trace.open import open_trace
 
     chosen = backend_of(engine, backend)
+    if chosen not in BACKENDS[engine]:
+        note(
+            f"{engine} is not known to have a backend {chosen!r} (known: {', '.join(BACKENDS[engine])}); taken as one "
+            "that sends tokens only where they are needed"
+        )
     devices = Topology.parse(topology)
     sizes = None if model is None else expert_sizes(model)
     with warnings_as_notes(), progress() as listen:
         trace = open_trace(source, format=format_name, progress=listen)
         _require_same(trace, sizes)
-        setting = prepare(trace, devices, seed=seed, progress=listen)
-        advice = run(setting, Situation(chosen, sizes, batch, redundant), heldout)
+        rule = DISPATCH.get(engine, FEWEST_DEVICES)
+        setting = prepare(trace, devices, seed=seed, progress=listen, redundant=redundant, dispatch=rule)
+        situation = Situation(chosen, sizes, batch, refusals(engine, setting))
+        with nullcontext(None) if out is None else replacing(out) as place:  # a place to write to, before the work
+            advice = run(setting, situation, heldout)
+            if place is not None:
+                advice.placement.save(place)
     use = how_to_use(engine, advice.placement, str(out or _FILE), model or _MODEL, chosen)
-    if out is not None:
-        advice.placement.save(out)
     if as_json:
         used = use.to_json() if advice.found["gain"] else {"commands": [], "notes": []}
         emit_json({"engine": engine, "out": None if out is None else str(out), **advice.found, **used})
@@ -101,20 +115,45 @@ def _show(found: Mapping[str, Any], engine: str) -> None:
         rows.append([name, *(each[key] for key in COLUMNS), *times])
     table(["expected", *HEADERS, *(["experts", "exchanges", "step"] if timed else [])], rows)
     say(LEGEND)
+    if found["topology"].get("speed_per_device"):
+        say(SPEEDS_LEGEND)
     if timed:
         note("times are predicted from the topology's measured numbers, all MoE layers together, not measured")
     else:
         note("no times: the topology is not calibrated (coterie calibrate), or the hidden size unknown (--model)")
-    memory = found["memory"]
-    if memory["expert_bytes"] is not None:
-        each = f"one expert takes {memory['expert_bytes'] / 1e6:.1f} MB in each layer"
-        slots = memory["redundant"]
-        copies = (
-            f"; {slots} redundant slots a layer take {memory['redundant_bytes_per_device'] / 1e9:.2f} GB on a device"
-        )
-        say(each + (f"{copies} (coterie place --redundant {slots})" if slots else ""))
+    _show_memory(found["memory"])
+    if found["copies"] is not None:
+        _show_copies(found["copies"], engine)
     say(
         found["reason"]
         if not found["gain"]
         else f"use {found['recommended']}, by {found['compared_by']}: {found['reason']}"
+    )
+
+
+def _show_memory(memory: Mapping[str, Any]) -> None:
+    slots, each = memory["redundant"], memory["expert_bytes"]
+    said = [] if each is None else [f"one expert takes {each / 1e6:.1f} MB in each layer"]
+    if slots:
+        taken = memory["redundant_bytes_per_device"]
+        size = "" if taken is None else f", {taken / 1e9:.2f} GB there"
+        said.append(
+            f"{slots} redundant slots a layer are {memory['redundant_share']:.1%} more expert memory, at most "
+            f"{memory['redundant_slots_per_device']} a layer on a device{size}"
+        )
+    if said:
+        say("; ".join(said))
+
+
+def _show_copies(copies: Mapping[str, Any], engine: str) -> None:
+    if copies["refused"] is not None:
+        say(f"no copies: {copies['refused']}")
+        return
+    if copies["best"] is None:
+        return
+    change = f"{abs(copies['gain']):.1%} {'less' if copies['gain'] > 0 else 'more'}"
+    verdict = "used" if copies["used"] else "not used"
+    say(
+        f"copies: chosen as {engine} does ({copies['dispatch']}), {copies['best']} costs {change} than "
+        f"{copies['against']} (chance alone makes {2 * copies['standard_error']:.1%}): {verdict}"
     )

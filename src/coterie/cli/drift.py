@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from coterie.cli.common import JsonOption, SeedOption, emit_json, progress, say, table, warnings_as_notes
-from coterie.cli.place import COLUMNS, HEADERS, LEGEND, FormatOption
+from coterie.cli.place import COLUMNS, HEADERS, LEGEND, SPEEDS_LEGEND, FormatOption
 
 _WORDS = {
     "then": "then (held out, as its file says)",
@@ -22,7 +22,7 @@ def drift(
     placement: Annotated[Path, typer.Argument(metavar="PLACEMENT", help="A placement made by coterie place.")],
     trace: Annotated[str, typer.Argument(metavar="NEW_TRACE", help="Routing recorded since, importable or shipped.")],
     heldout: Annotated[float, typer.Option(help="Share of the tokens, the latest sequences, that only measure.")] = 0.5,
-    worth: Annotated[str, typer.Option(help="The least gain worth redoing it for.")] = "2%",
+    worth: Annotated[str, typer.Option(help="The least gain worth redoing it for, a share of the score.")] = "2%",
     method: Annotated[str | None, typer.Option("--method", help="Of the fresh placement; else the old one's.")] = None,
     format_name: FormatOption = None,
     seed: SeedOption = 0,
@@ -55,4 +55,6 @@ def _show(file: Path, result: dict[str, Any]) -> None:
     ]
     table(["", *HEADERS, "score"], rows)
     say(LEGEND + "; score: what placing minimises, and B at its price")
+    if result["topology"].get("speed_per_device"):
+        say(SPEEDS_LEGEND)
     say(f"{'redo it' if result['redo'] else 'keep it'}: {result['reason']}")

@@ -84,6 +84,9 @@ def show_comparison(result: dict[str, Any]) -> None:
         say(COPIES_LEGEND)
     if result["topology"].get("speed_per_device"):
         say(SPEEDS_LEGEND)
+    if "link_cost" in base:
+        costs = ", ".join(f"{name} {row['heldout']['link_cost']:.3f}" for name, row in rows.items())
+        say(f"cost of links, of a token and layer: {costs}")
 
 
 def place(
@@ -149,6 +152,10 @@ def show_placements(placements: list[Placement]) -> None:
         say(COPIES_LEGEND)
     if any(placement.topology.speed_per_device for placement in placements):
         say(SPEEDS_LEGEND)
+    for number, placement in enumerate(placements):
+        costs = [f"{each['link_cost']:.3f} ({part})" for part, each in placement.metrics.items() if "link_cost" in each]
+        if costs:
+            say(f"cost of links, of a token and layer: {number} {placement.method['name']} {', '.join(costs)}")
 
 
 def _setting(

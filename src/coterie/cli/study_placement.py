@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 TopologyOption = Annotated[str, typer.Option("--topology", help='"8", "2x4,inter=5" or a YAML file.')]
 OutOption = Annotated[Path | None, typer.Option("--out", help="Folder for index.html and study.json; none without it.")]
 MethodsOption = Annotated[
-    list[str] | None, typer.Option("--method", help="Whose placements; may be repeated. Without it: the usual ones.")
+    list[str] | None,
+    typer.Option(
+        "--method",
+        help="linear, eplb, cap, cap-spectrum or coterie; may be repeated. Without it: cap and coterie, in transfer "
+        "eplb too.",
+    ),
 ]
 HeldoutOption = Annotated[float, typer.Option(help="Share of the tokens, the latest sequences, that only measure.")]
 
@@ -97,7 +102,7 @@ def study_pruning(
     source: TraceArgument,
     heldout: HeldoutOption = 0.5,
     topology: TopologyOption = "8",
-    method: Annotated[str, typer.Option("--method", help="Whose placements are pruned.")] = "coterie",
+    method: Annotated[str, typer.Option("--method", help="Whose placements: linear, eplb, cap, coterie.")] = "coterie",
     out: OutOption = None,
     format_name: FormatOption = None,
     seed: SeedOption = 0,
@@ -135,7 +140,10 @@ def study_tokens(
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """How many tokens a placement takes until more of them change little (CAP: about 8,000)."""
+    """How many tokens a placement takes until more of them change little (CAP: about 8,000).
+
+    Fitted on the first 250, 500, 1,000, ... of the earlier tokens, measured on the later ones.
+    """
     from coterie.files import distinct
     from coterie.study.placement import tokens
 
@@ -150,7 +158,7 @@ def study_tokens(
         return
     table(["fitted on", "devices", "nodes", "B", "peak"], tokens.rows(result))
     for name, each in result["methods"].items():
-        say(f"{name}: within {tokens.NEAR:.0%} of all earlier tokens' figures from {each['stable_from']:,} tokens on")
+        say(tokens.settled(name, each))
     _said(out)
 
 

@@ -129,9 +129,11 @@ def require_exportable(exporter: Exporter, placement: Placement, spec: MoESpec, 
         )
     if exporter.even_ranks and len(set(slots)) > 1:
         whole = [count for count in range(1, spec.num_experts + 1) if spec.num_experts % count == 0]
+        even = -spec.num_experts % devices
         raise InfeasiblePlacement(
             f"{title} gives every rank the same number of experts; this placement gives {min(slots)} to {max(slots)}; "
             f"place again without slots_per_device on {', '.join(map(str, whole))} devices"
+            + (f", or on these with --redundant {even}" if even else "")
         )
     rows = [
         LayerRow(f"layer {layer}", row.tolist(), slots) for layer, row in enumerate(placement.physical_to_logical_map)

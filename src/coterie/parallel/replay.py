@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
+from coterie.placement.copies import FEWEST_DEVICES
 from coterie.placement.step_time import LayerTime, StepCounts, StepModel, count_step
 from coterie.pruning.destinations import LayerTokens, PruningRule
 from coterie.topology import Topology
@@ -104,16 +105,18 @@ class Replay:
             kept[row] = rule.prune_layer(layer, tokens).reshape(kept[row].shape)
         return replace(self, kept_LGTK=kept)
 
-    def counts(self, step: int, device_LE: NDArray[Any], topology: Topology | None = None) -> list[StepCounts]:
+    def counts(
+        self, step: int, device_LE: NDArray[Any], topology: Topology | None = None, rule: str = FEWEST_DEVICES
+    ) -> list[StepCounts]:
         """What a step asks of the devices, layer by layer; `device_LE` [layers of the trace, E], or [.., E, G].
 
-        `topology` is what the dispatch rule looks at, see `count_step`.
+        `topology` is what the dispatch `rule` looks at, see `count_step`.
         """
         part = slice(step * self.batch, (step + 1) * self.batch)
         return [
             count_step(
                 self._flat(self.ids_LGTK[row, :, part]), self._flat(self.kept_LGTK[row, :, part]), device_LE[layer],
-                self._homes(self.batch), self.num_devices, topology,
+                self._homes(self.batch), self.num_devices, topology, rule,
             )
             for row, layer in enumerate(self.layers)
         ]  # fmt: skip

@@ -54,7 +54,8 @@ class Dispatch:
       least to do so far (its token-expert pairs over its speed). Loads are those of all tokens measured so far.
     - nearest: the copy whose link from the token's home costs least; among equally near ones always the same for one
       home and expert, different homes taking turns. SGLang's `static`.
-    - random: any copy, equally likely. SGLang's `dynamic`.
+    - random: any copy, equally likely. SGLang's `dynamic`; nearly TensorRT-LLM's, where the copies of an expert take
+      turns (NVIDIA/TensorRT-LLM, moeLoadBalanceKernels.cu, moeComputeRouteKernel).
 
     Args:
         copies: the layer's.

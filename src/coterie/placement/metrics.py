@@ -34,6 +34,7 @@ class LayerMetrics:
         peak_traffic: share of the tokens that visit the busiest device.
         remote_peak_traffic: the same counting visits from other homes only.
         traffic_GG: [G, G] copies per token from home (row) to device (column), the home's own on the diagonal.
+        load_G: [G] kept token-expert pairs per token on each device.
     """
 
     dpt: float
@@ -44,9 +45,10 @@ class LayerMetrics:
     peak_traffic: float
     remote_peak_traffic: float
     traffic_GG: NDArray[np.float64]
+    load_G: NDArray[np.float64]
 
 
-SCALARS = tuple(field.name for field in fields(LayerMetrics) if field.name != "traffic_GG")
+SCALARS = tuple(field.name for field in fields(LayerMetrics) if field.name not in ("traffic_GG", "load_G"))
 
 
 @njit(cache=True, nogil=True)
@@ -121,6 +123,7 @@ def _metrics(
         peak_traffic=float(traffic_GG.sum(axis=0).max() / num_tokens),
         remote_peak_traffic=float(remote_GG.sum(axis=0).max() / num_tokens),
         traffic_GG=traffic_GG / num_tokens,
+        load_G=load_G / num_tokens,
     )
 
 

@@ -1,7 +1,9 @@
 """Whether placing experts pays on given devices and engine, with what, and what it takes to use it.
 
 Candidates are fitted on the earliest tokens; later ones choose the best, others judge whether it is worth using, and
-the change that is expected is measured on the latest, which decide nothing.
+the change that is expected is measured on the latest, which decide nothing. Copies of experts are used where they beat
+the best placement without them, since they take memory; they are measured under the rule by which the engine chooses
+among them.
 
 Source: algorithms §2 (a step takes what its busiest part takes); CAP §VII, step 4, which times what this predicts.
 """
@@ -9,7 +11,7 @@ Source: algorithms §2 (a step takes what its busiest part takes); CAP §VII, st
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,17 +27,16 @@ from coterie.placement.driver import STANDARD_ERRORS, choose, describe_trace, sp
 from coterie.placement.metrics import average, full_metrics, measure
 from coterie.placement.placement import Placement
 from coterie.placement.step_time import StepModel
+from coterie.report.advice_copies import LINEAR, best_of, found_of_copies, is_copied, memory, without_copies
 from coterie.trace.routing_trace import TokenSelector
 from coterie.trace.splits import split
 
-LINEAR = "linear"
 WORTH = 0.01
 BATCH = 64
 DECIDING_SHARE = 0.3  # of what is not held out: half chooses the best candidate, half judges it
 SPECTRUM_POINTS = 8
 EVERYWHERE = ("none", "allgather_reducescatter", "naive")
 """Ways to exchange tokens that bring every token to every rank, wherever its experts are."""
-_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,13 @@ class Situation:
         backend: the engine's way to exchange tokens, by the engine's name for it.
         sizes: of the model's experts, where its config is known.
         batch: tokens of each rank in a step, for predicting its time.
-        redundant: slots for copies to price, on all devices together.
+        refused: why the engine loads no placement with, or without, this many slots for copies; by that number.
     """
 
     backend: str = "deepep"
     sizes: ExpertSizes | None = None
     batch: int = BATCH
-    redundant: int = 0
+    refused: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def selective(self) -> bool:
@@ -82,31 +83,36 @@ def advise(setting: Setting, situation: Situation, heldout: float = 0.2) -> Advi
     errors of the difference between layers.
 
     Args:
-        setting: trace, topology, objective, seed.
+        setting: trace, topology, objective, seed; with slots for copies, whether these are worth their memory, under
+            the setting's dispatch rule.
         situation: what is to be served, and how.
         heldout: share of the tokens, the latest sequences, that only measure.
 
     Raises:
-        ConfigError: for a batch or a number of slots that cannot be.
+        ConfigError: for a batch that cannot be.
     """
-    if situation.batch < 1 or situation.redundant < 0:
-        raise ConfigError(
-            f"batch = {situation.batch}, redundant = {situation.redundant}; a batch is at least 1, slots from 0 on"
-        )
+    if situation.batch < 1:
+        raise ConfigError(f"batch = {situation.batch}; a batch is at least 1")
     outer = split(setting.trace, heldout)
     inner = split(setting.trace, DECIDING_SHARE, outer.first)
     deciding = split(setting.trace, 0.5, inner.second)  # the best of several flatters itself where it was chosen
     model = _model(setting, situation)
     devices = _candidates(setting, inner.first, model is not None)
     scores = {name: _scores(setting, situation, model, rows, deciding.first) for name, rows in devices.items()}
-    best = min(scores, key=lambda name: float(scores[name].mean()))
-    gain, error = _gain(*(
-        _scores(setting, situation, model, devices[name], deciding.second) for name in (LINEAR, best)
-    ))  # fmt: skip
-    worth = best != LINEAR and gain > WORTH and gain > STANDARD_ERRORS * error
+    plain, copied = best_of(scores, setting.redundant, situation.refused)
+
+    def judged(base: str, mine: str) -> tuple[float, float]:
+        return _gain(*(_scores(setting, situation, model, devices[name], deciding.second) for name in (base, mine)))
+
+    best = copied if copied is not None and _worth(*judged(plain, copied)) else plain
+    gain, error = judged(LINEAR, best)
+    worth = best != LINEAR and _worth(gain, error)
     pick = best if worth else LINEAR
-    unseen = {name: average(measure(setting.trace, devices[name], setting.topology, outer.second)) for name in
-              dict.fromkeys((*(each for each in (LINEAR, "eplb", "cap") if each in devices), pick))}  # fmt: skip
+    shown = (LINEAR, "eplb", "cap", plain, *([f"eplb+{setting.redundant}", copied] if copied else []), pick)
+    unseen = {
+        name: average(measure(setting.trace, devices[name], setting.topology, outer.second, setting.dispatch))
+        for name in dict.fromkeys(each for each in shown if each in devices)
+    }
     found = {
         "recommended": pick,
         "gain": worth,
@@ -116,7 +122,8 @@ def advise(setting: Setting, situation: Situation, heldout: float = 0.2) -> Advi
                        "scores": {name: float(score.mean()) for name, score in scores.items()}},
         "expected": {name: {**values, **_times(setting, model, devices[name], outer.second, situation.batch)}
                      for name, values in unseen.items()},
-        "memory": memory(setting, situation),
+        "memory": memory(setting, situation.sizes),
+        "copies": found_of_copies(setting, situation.refused, plain, copied, pick, judged),
         "trace": {**describe_trace(setting.trace), "fit_tokens": inner.num_first, "choice_tokens": deciding.num_first,
                   "judging_tokens": deciding.num_second, "heldout_tokens": outer.num_second},
         "topology": setting.topology.to_json(), "backend": situation.backend, "batch": situation.batch,
@@ -125,21 +132,8 @@ def advise(setting: Setting, situation: Situation, heldout: float = 0.2) -> Advi
     return Advice(_placement(setting, pick, devices[pick], outer.first, outer.second, heldout), found)
 
 
-def memory(setting: Setting, situation: Situation) -> dict[str, Any]:
-    """Bytes of one expert in every layer, and of the redundant slots that were asked about, on the fullest device.
-
-    None where no config says how large an expert is. A routed expert has three matrices of hidden size x width.
-    """
-    sizes = situation.sizes
-    if sizes is None:
-        return {"expert_bytes": None, "redundant": situation.redundant, "redundant_bytes_per_device": None}
-    element = _ELEMENT_BYTES.get(sizes.dtype, 2)
-    each = 3 * sizes.spec.hidden_size * sizes.width * element
-    per_device = -(-situation.redundant // setting.topology.num_devices)
-    return {
-        "expert_bytes": each, "redundant": situation.redundant,
-        "redundant_bytes_per_device": each * per_device * setting.trace.num_layers,
-    }  # fmt: skip
+def _worth(gain: float, error: float) -> bool:
+    return gain > WORTH and gain > STANDARD_ERRORS * error
 
 
 def _model(setting: Setting, situation: Situation) -> StepModel | None:
@@ -152,45 +146,55 @@ def _model(setting: Setting, situation: Situation) -> StepModel | None:
         return None
 
 
-def _candidates(setting: Setting, fitting: TokenSelector, spectrum: bool) -> dict[str, NDArray[np.int64]]:
-    """The methods' default picks, and with a step-time model the points of our spectrum, fitted on these tokens."""
-    slots_G = setting.topology.slots(setting.trace.spec.num_experts)
-    devices = {LINEAR: np.tile(linear(slots_G), (setting.trace.num_layers, 1))}
+def _candidates(setting: Setting, fitting: TokenSelector, spectrum: bool) -> dict[str, NDArray[Any]]:
+    """The methods' default picks, and with a step-time model the points of our spectrum, fitted on these tokens.
+
+    With slots for copies also EPLB's and ours with copies, [L, E, G], named METHOD+slots.
+    """
+    plain = without_copies(setting)
+    slots_G = plain.topology.slots(setting.trace.spec.num_experts)
+    devices: dict[str, NDArray[Any]] = {LINEAR: np.tile(linear(slots_G), (setting.trace.num_layers, 1))}
     if setting.topology.num_devices == 1:
         return devices
     for method in ("eplb", "cap", "coterie"):
-        candidates, point = choose(setting, method, fitting)
+        candidates, point = choose(plain, method, fitting)
         devices[method] = candidates.placement(point)
         if method == "coterie" and spectrum:
             balances = candidates.path.means(candidates.fit.values("balance"))
             for number, at in enumerate(spaced_points(balances, SPECTRUM_POINTS)):
                 devices[f"coterie-{number}"] = candidates.placement(at)
+    for method in ("eplb", "coterie") if setting.redundant else ():
+        candidates, point = choose(setting, method, fitting)
+        devices[f"{method}+{setting.redundant}"] = candidates.placement(point)
     return devices
 
 
 def _scores(
-    setting: Setting, situation: Situation, model: StepModel | None, device_LE: NDArray[np.int64], tokens: TokenSelector
+    setting: Setting, situation: Situation, model: StepModel | None, device_LE: NDArray[Any], tokens: TokenSelector
 ) -> NDArray[np.float64]:
     """What every layer costs, [L]: predicted seconds, or the objective; only computing where traffic is fixed."""
     if model is not None:
         times_LX = _layer_times(setting, model, device_LE, tokens, situation.batch)
         counted_L: NDArray[np.float64] = times_LX.sum(axis=1) if situation.selective else times_LX[:, 0]
         return counted_L
-    layers = measure(setting.trace, device_LE, setting.topology, tokens)
+    layers = measure(setting.trace, device_LE, setting.topology, tokens, setting.dispatch)
     objective = setting.objective
     weight = 1.0 if situation.selective else 0.0
     return np.array([weight * objective.cost(layer) + objective.balance * layer.balance for layer in layers])
 
 
 def _layer_times(
-    setting: Setting, model: StepModel, device_LE: NDArray[np.int64], tokens: TokenSelector, batch: int
+    setting: Setting, model: StepModel, device_LE: NDArray[Any], tokens: TokenSelector, batch: int
 ) -> NDArray[np.float64]:
     """Seconds of experts and of exchanges in every layer of a step, [L, 2], the mean over the steps of these tokens."""
     num_devices = setting.topology.num_devices
     count = np.arange(setting.trace.num_tokens)[tokens].size
     replay = Replay.of(setting.trace, num_devices, max(1, min(batch, count // num_devices)), tokens)
     times = [
-        [(time.compute, time.communication) for time in map(model.layer, replay.counts(step, device_LE))]
+        [
+            (time.compute, time.communication)
+            for time in map(model.layer, replay.counts(step, device_LE, setting.topology, setting.dispatch))
+        ]
         for step in range(replay.num_steps)
     ]
     mean: NDArray[np.float64] = np.mean(times, axis=0)
@@ -198,7 +202,7 @@ def _layer_times(
 
 
 def _times(
-    setting: Setting, model: StepModel | None, device_LE: NDArray[np.int64], tokens: TokenSelector, batch: int
+    setting: Setting, model: StepModel | None, device_LE: NDArray[Any], tokens: TokenSelector, batch: int
 ) -> dict[str, float]:
     if model is None:
         return {}
@@ -209,8 +213,8 @@ def _times(
     }  # fmt: skip
 
 
-def _bytes(setting: Setting, model: StepModel, device_LE: NDArray[np.int64], tokens: TokenSelector) -> float:
-    remote = average(measure(setting.trace, device_LE, setting.topology, tokens))["remote_dpt"]
+def _bytes(setting: Setting, model: StepModel, device_LE: NDArray[Any], tokens: TokenSelector) -> float:
+    remote = average(measure(setting.trace, device_LE, setting.topology, tokens, setting.dispatch))["remote_dpt"]
     return remote * (model.dispatch_bytes + model.combine_bytes)
 
 
@@ -232,6 +236,9 @@ def _reason(setting: Setting, situation: Situation, gain: float, error: float, p
     )
     if setting.topology.num_devices == 1:
         return "no gain here: on one device nothing travels, and there is nothing to place"
+    refused = situation.refused.get(0)
+    if pick is None and refused is not None:
+        return f"no gain here: {refused}"
     if pick is not None:
         said = f"{gain:.1%} less than linear on tokens that it was not fitted on"
         return said if situation.selective else f"{everywhere}, but evens out loads: {said}"
@@ -246,17 +253,20 @@ def _reason(setting: Setting, situation: Situation, gain: float, error: float, p
 
 
 def _placement(
-    setting: Setting, name: str, device_LE: NDArray[np.int64], fitting: TokenSelector, unseen: TokenSelector,
+    setting: Setting, name: str, device_LE: NDArray[Any], fitting: TokenSelector, unseen: TokenSelector,
     heldout: float,
 ) -> Placement:  # fmt: skip
-    method = "coterie" if name.startswith("coterie") else name
+    own = setting if is_copied(name) else without_copies(setting)
     about = {
-        "name": method, "advised": name, "heldout": heldout, "seed": setting.seed, "keep_groups": setting.keep_groups,
+        "name": "coterie" if name.startswith("coterie") else name.partition("+")[0], "advised": name,
+        "heldout": heldout, "seed": setting.seed, "keep_groups": own.keep_groups,
+        **({"redundant": own.redundant, "dispatch": own.dispatch} if own.redundant else {}),
         "objective": setting.objective.to_json(), "trace": describe_trace(setting.trace),
         "coterie": coterie.__version__,
     }  # fmt: skip
     metrics = {
-        part: full_metrics(setting.trace, device_LE, setting.topology, tokens)
+        part: full_metrics(setting.trace, device_LE, own.topology, tokens, own.dispatch)
         for part, tokens in (("fit", fitting), ("heldout", unseen))
     }
-    return Placement.from_devices(device_LE, setting.topology, setting.trace.spec, about, metrics)
+    make = Placement.from_hosts if own.redundant else Placement.from_devices
+    return make(device_LE, own.topology, setting.trace.spec, about, metrics)

@@ -10,11 +10,25 @@ from pathlib import Path
 from coterie.engines.registry import get_exporter
 from coterie.engines.sglang import BACKEND, sglang_flags
 from coterie.errors import unknown_name
+from coterie.placement.candidates import Setting
+from coterie.placement.copies import own_slots
 from coterie.placement.placement import Placement
 
 _ENGINE_FILE = {"sglang": Path("experts.json"), "tensorrt-llm": Path("experts.yaml")}
 _DEFAULT_BACKEND = {"sglang": BACKEND, "vllm": "deepep_high_throughput", "tensorrt-llm": "alltoall"}
+BACKENDS = {
+    "sglang": ("none", "deepep", "mooncake", "flashinfer", "ascend_fuseep", "nixl", "mori"),
+    "vllm": (
+        "naive", "pplx", "deepep_high_throughput", "deepep_low_latency", "allgather_reducescatter",
+        "flashinfer_all2allv", "mori", "nixl_ep",
+    ),
+    "tensorrt-llm": ("none", "alltoall"),
+}  # fmt: skip
+"""Backends by the names of each engine's own option; TensorRT-LLM has none, and chooses by itself."""
+_TITLES = {"sglang": "SGLang", "vllm": "vLLM", "tensorrt-llm": "TensorRT-LLM"}
 ENGINES = tuple(_DEFAULT_BACKEND)
+DISPATCH = {"sglang": "nearest", "tensorrt-llm": "random"}
+"""The rule of ours that is nearest to how an engine chooses copies, given the flags that `how_to_use` prints."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +59,31 @@ def backend_of(engine: str, backend: str | None) -> str:
     return backend or _DEFAULT_BACKEND[engine]
 
 
+def refusals(engine: str, setting: Setting) -> dict[int, str]:
+    """Why the engine loads no placement without copies (0), or with the setting's slots for them; empty if it does.
+
+    All three give every rank the same number of slots; vLLM's path, a baked checkpoint, has no copies.
+    """
+    topology, experts, redundant = setting.topology, setting.trace.spec.num_experts, setting.redundant
+    slots_G = topology.slots(experts + redundant)
+    found = {}
+    for copies, counts_G in {0: own_slots(slots_G, experts), redundant: slots_G}.items():
+        least, most = int(counts_G.min()), int(counts_G.max())
+        if least < most:
+            even = -experts % topology.num_devices
+            remedy = "" if engine == "vllm" else f"; --redundant {even} would make them even"
+            if not even:
+                remedy = "; without slots_per_device they would be even"
+            what = f"{experts} experts" + (f" and {copies} copies" if copies else "")
+            found[copies] = (
+                f"{_TITLES[engine]} gives every rank the same number of slots, and {what} on {topology.num_devices} "
+                f"devices are {least} to {most} a device{remedy}"
+            )
+    if engine == "vllm" and redundant:
+        found[redundant] = "vLLM takes a placement only as a baked checkpoint, which has no copies"
+    return found
+
+
 def how_to_use(engine: str, placement: Placement, file: str, model: str, backend: str) -> Use:
     """Commands from a placement's file to a running server.
 
@@ -58,11 +97,12 @@ def how_to_use(engine: str, placement: Placement, file: str, model: str, backend
         backend: the engine's way to exchange tokens.
     """
     devices = str(placement.topology.num_devices)
+    served = "MODEL" if Path(model).suffix == ".json" else model  # a config alone cannot be served
     if engine == "vllm":
         serve = ["vllm", "serve", "DIR", "--data-parallel-size", devices, "--enable-expert-parallel"]
         return Use(
             (
-                shlex.join(["coterie", "bake", model, "--placement", file, "--out", "DIR", "--verify"]),
+                shlex.join(["coterie", "bake", served, "--placement", file, "--out", "DIR", "--verify"]),
                 shlex.join([*serve, "--all2all-backend", backend]),
             ),
             ("leave out --enable-eplb, which would move the experts again",),
@@ -70,8 +110,8 @@ def how_to_use(engine: str, placement: Placement, file: str, model: str, backend
     exporter, target = get_exporter(engine), _ENGINE_FILE[engine]
     export = ["coterie", "export", file, "--to", engine, "--out", str(target), "--model", model]
     if engine == "sglang":
-        start = ["python", "-m", "sglang.launch_server", "--model-path", model]
+        start = ["python", "-m", "sglang.launch_server", "--model-path", served]
         start += sglang_flags(placement, target, backend)
     else:
-        start = ["trtllm-serve", model, *exporter.launch_flags(placement, placement.spec, target)]
+        start = ["trtllm-serve", served, *exporter.launch_flags(placement, placement.spec, target)]
     return Use((shlex.join(export), shlex.join(start)), tuple(exporter.launch_notes(placement, placement.spec, target)))

@@ -18,9 +18,24 @@ h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; border-top
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; }
 th, td { padding: .25rem .75rem; text-align: right; border-bottom: 1px solid #eee; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; } .figure { width: 100%; min-height: 26rem; }
+.figure.square { min-height: 0; max-width: 44rem; aspect-ratio: 1; }
 .note { color: #555; font-size: .9rem; }
+@media (max-width: 40rem) { table { font-size: .8rem; } th, td { padding: .25rem .5rem; } }
 """
-_CONFIG = {"displaylogo": False, "responsive": True}
+_CONFIG = {
+    "displaylogo": False, "responsive": True,
+    "modeBarButtonsToRemove": ["sendChartToCloud", "select2d", "lasso2d", "autoScale2d"],  # nothing leaves the page
+}  # fmt: skip
+_DRAW = """
+const touch = matchMedia('(pointer: coarse)').matches;
+function draw(names) {
+  if (!names.length) { document.documentElement.dataset.drawn = 'all'; return; }
+  const f = JSON.parse(document.getElementById(names[0] + '-data').textContent);
+  if (touch) f.layout.dragmode = false;
+  Plotly.newPlot(names[0], f.data, f.layout, CONFIG).then(() => setTimeout(draw, 0, names.slice(1)));
+}
+"""
+"""Draws one figure after another, so that the page can be read meanwhile; where a finger drags, the page scrolls."""
 
 
 @dataclass
@@ -56,12 +71,13 @@ class Page:
         body = "".join("<tr>" + "".join(f"<td>{escape(cell(value))}</td>" for value in row) + "</tr>" for row in rows)
         self._parts.append(f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>')
 
-    def figure(self, figure: Any, top: int = 40) -> None:
+    def figure(self, figure: Any, top: int = 40, square: bool = False) -> None:
         """A plotly figure, as wide as the page.
 
         Args:
             figure: a plotly `Figure`.
             top: pixels above it, for a menu or a legend.
+            square: as high as wide, as maps of the same things across and down are read.
         """
         figure.update_layout(template="plotly_white", margin={"l": 60, "r": 20, "t": top, "b": 60}, autosize=True)
         if figure.layout.legend.orientation is None:  # beside the plot it would leave none of a phone's width
@@ -69,19 +85,21 @@ class Page:
         name = f"figure-{self._figures}"
         self._figures += 1
         self._parts.append(
-            f'<div id="{name}" class="figure"></div><script>{{const f = {_for_script(figure.to_json())};'
-            f'Plotly.newPlot("{name}", f.data, f.layout, {_for_script(_json(_CONFIG))});}}</script>'
+            f'<div id="{name}" class="figure{" square" if square else ""}"></div>'
+            f'<script type="application/json" id="{name}-data">{_for_script(figure.to_json())}</script>'
         )
 
     def html(self) -> str:
         """The whole page."""
         notes = "".join(f'<p class="note">{escape(note)}</p>' for note in self.notes)
-        script = f"<script>{_plotlyjs()}</script>" if self._figures else ""
+        names = _json([f"figure-{number}" for number in range(self._figures)])
+        draw = _DRAW.replace("CONFIG", _json(_CONFIG))
+        script = f"<script>{_plotlyjs()}</script><script>{draw}draw({names});</script>" if self._figures else ""
         return (
             '<!doctype html><html lang="en"><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{escape(self.title)}</title><style>{_STYLE}</style>{script}</head>"
-            f"<body><h1>{escape(self.title)}</h1>{notes}{''.join(self._parts)}</body></html>\n"
+            f"<title>{escape(self.title)}</title><style>{_STYLE}</style></head>"
+            f"<body><h1>{escape(self.title)}</h1>{notes}{''.join(self._parts)}{script}</body></html>\n"
         )
 
     def save(self, path: Path) -> None:
@@ -125,4 +143,4 @@ def _json(value: Any) -> str:
 
 def _for_script(text: str) -> str:
     """JSON that can stand inside a script element, whatever strings it holds."""
-    return text.replace("</", "<\\/").replace("<!--", "<\\!--")
+    return text.replace("</", "<\\/").replace("<!--", "\\u003c!--")

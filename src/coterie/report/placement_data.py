@@ -1,9 +1,13 @@
-"""What the page of a trace and its placements shows, counted: everything here is on held-out sequences."""
+"""What the page of a trace and its placements shows, counted: everything here is on held-out sequences.
+
+With slots for copies the methods' placements have copies too, and all are measured under one dispatch rule; what the
+other rules leave of each is counted beside it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -12,8 +16,8 @@ from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
 from coterie.parallel.candidates import require_fit
-from coterie.placement.balance import linear
 from coterie.placement.candidates import Candidates, Setting, measure_candidates, propose
+from coterie.placement.copies import RULES
 from coterie.placement.driver import choose, spaced_points
 from coterie.placement.metrics import LayerMetrics, average, measure
 from coterie.placement.numbering import EXPERT_ORDER_KEY, expert_order_of_placement, require_same_numbering
@@ -24,6 +28,7 @@ from coterie.trace.splits import Split, split
 WINDOWS = 16
 SPECTRUM_POINTS = 12
 BASELINES = ("linear", "eplb", "cap")
+ADJUSTED = "cap-spectrum"
 OURS = "coterie"
 
 
@@ -32,14 +37,30 @@ class Shown:
     """A placement on the page.
 
     Attributes:
-        device_LE: [L, E] device of each expert.
+        devices: [L, E] device of each expert; with copies [L, E, G] bool, the devices that hold each.
         layers: its metrics on the held-out part.
         seen: whether it may have been fitted on tokens that it is measured on.
+        by_rule: with copies, the means over layers under every dispatch rule.
     """
 
-    device_LE: NDArray[np.int64]
+    devices: NDArray[Any]
     layers: list[LayerMetrics]
     seen: bool = False
+    by_rule: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of a layer, on all devices together."""
+        return int(self.devices[0].sum()) if self.devices.ndim == 3 else int(self.devices.shape[1])
+
+    def slots(self, layer: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The expert in every slot of a layer, [P], device by device, and the device of the slot, [P]."""
+        held = self.devices[layer]
+        if held.ndim == 2:
+            device_P, expert_P = np.nonzero(held.T)
+            return expert_P, device_P
+        order_P = np.argsort(held, kind="stable")
+        return order_P, held[order_P]
 
     def means(self) -> dict[str, float]:
         """The mean over layers of every metric."""
@@ -77,11 +98,7 @@ class PlacementReport:
 
     def device_load(self, name: str) -> NDArray[np.float64]:
         """How long every device computes over what an even share takes, [L, G]; on equal devices load over mean."""
-        num_devices = self.setting.topology.num_devices
-        load_LG = np.stack([
-            np.bincount(device_E, weights=load_E, minlength=num_devices)
-            for device_E, load_E in zip(self.placements[name].device_LE, self.load_LE, strict=True)
-        ])  # fmt: skip
+        load_LG = np.stack([layer.load_G for layer in self.placements[name].layers])
         speed_G = self.setting.topology.speeds()
         even_L1 = np.maximum(load_LG.sum(axis=1, keepdims=True) / speed_G.sum(), 1e-12)
         relative_LG: NDArray[np.float64] = load_LG / speed_G / even_L1
@@ -101,30 +118,29 @@ def gather(
 
     Raises:
         ConfigError: for placements of other devices or another numbering of experts, or a reserved name.
-        InfeasiblePlacement: for placements of another model.
+        InfeasiblePlacement: for placements of another model, or with other slots than the setting's.
     """
     trace, topology = setting.trace, setting.topology
     for name, placement in given.items():
         if name in (*BASELINES, OURS):
             raise ConfigError(f"a placement is called {name!r}, which is a method's name here; rename its file")
         require_fit(placement, setting)
-        placement.require_no_copies()
         held = trace.provenance.get(EXPERT_ORDER_KEY)
         require_same_numbering(expert_order_of_placement(placement.method), name, held, "the trace")
     parts = split(trace, heldout)
     devices, spectra = _placed(setting, parts, quick)
-    devices |= {name: placement.device_of_expert() for name, placement in given.items()}
+    devices |= {
+        name: placement.hosts() if placement.num_copies else placement.device_of_expert()
+        for name, placement in given.items()
+    }
     placements = {
-        name: Shown(
-            device_LE, measure(trace, device_LE, topology, parts.second), _seen(given.get(name), setting, parts)
-        )
-        for name, device_LE in devices.items()
+        name: _shown(setting, rows, parts, _seen(given.get(name), setting, parts)) for name, rows in devices.items()
     }
     main = next(iter(given), OURS if OURS in devices else "cap")
     ends = np.linspace(0, trace.num_tokens, min(WINDOWS, max(1, trace.num_tokens // 200)) + 1).round().astype(int)
     windows = [slice(int(start), int(end)) for start, end in pairwise(ends)]
     over_time = {
-        name: [average(measure(trace, devices[name], topology, window)) for window in windows]
+        name: [average(measure(trace, devices[name], topology, window, setting.dispatch)) for window in windows]
         for name in dict.fromkeys(("linear", main, *given))
     }
     return PlacementReport(
@@ -133,16 +149,22 @@ def gather(
     )  # fmt: skip
 
 
+def _shown(setting: Setting, devices: NDArray[Any], parts: Split, seen: bool) -> Shown:
+    trace, topology, unseen = setting.trace, setting.topology, parts.second
+    by_rule = {}
+    if devices.ndim == 3:
+        by_rule = {rule: average(measure(trace, devices, topology, unseen, rule)) for rule in RULES}
+    return Shown(devices, measure(trace, devices, topology, unseen, setting.dispatch), seen, by_rule)
+
+
 def _placed(
     setting: Setting, parts: Split, quick: bool
-) -> tuple[dict[str, NDArray[np.int64]], dict[str, list[tuple[float, float]]]]:
+) -> tuple[dict[str, NDArray[Any]], dict[str, list[tuple[float, float]]]]:
     """The methods' own placements, and the spectra of CAP and Coterie, fitted on the earlier part."""
-    slots_G = setting.topology.slots(setting.trace.spec.num_experts)
-    devices = {"linear": np.tile(linear(slots_G), (setting.trace.num_layers, 1))}
-    for name in ("eplb", "cap"):
-        devices[name] = propose(setting, name, parts.first).placement(0)
-    adjusted = propose(setting, "cap-spectrum", parts.first)
-    spectra = {"cap-spectrum": _points(setting, adjusted, parts)}
+    devices: dict[str, NDArray[Any]] = {name: propose(setting, name, parts.first).placement(0) for name in BASELINES}
+    spectra = {}
+    if not setting.redundant:  # CAP's swaps know no copies
+        spectra[ADJUSTED] = _points(setting, propose(setting, ADJUSTED, parts.first), parts)
     if not quick:
         candidates, point = choose(setting, OURS, parts.first)
         devices[OURS] = candidates.placement(point)

@@ -17,26 +17,38 @@ _MOST_CELLS = 400_000  # bytes of co-activation in the page, before base64
 _DEPTH = 250
 _SCALE = "Viridis"
 _SKEW_POINTS = 33
+_MOST_BARS = 16  # devices; more are lines
+_GREY = "#777"
+_COLOURS = ("#3366cc", "#e2711d", "#2a9d5c", "#9c4dcc", "#c2255c", "#0b7285", "#8d6e00", "#5c4033")
 
 
-def chosen_layers(num_layers: int, num_experts: int) -> list[int]:
+def chosen_layers(num_layers: int, num_slots: int) -> list[int]:
     """MoE layers whose co-activation is shown, evenly spaced: all, or as many as the page has room for."""
-    count = max(1, min(num_layers, _MOST_CELLS // (2 * num_experts * num_experts)))
+    count = max(1, min(num_layers, _MOST_CELLS // (2 * num_slots * num_slots)))
     return sorted({round(at) for at in np.linspace(0, num_layers - 1, count)})
 
 
+def colour(report: PlacementReport, name: str) -> str:
+    """The colour of a placement, the same in every figure; linear is grey."""
+    others = [other for other in report.placements if other != "linear"]
+    return _COLOURS[others.index(name) % len(_COLOURS)] if name in others else _GREY
+
+
 def coactivation(report: PlacementReport, by_device: bool) -> Any:
-    """Co-activation p_ij of every pair (CAP Fig. 3), a layer at a time; experts in order, or by the main placement."""
+    """Co-activation p_ij of every pair (CAP Fig. 3), a layer at a time; by slots of linear, or of the main placement.
+
+    An expert with copies stands in every slot that holds it.
+    """
     trace, experts = report.setting.trace, report.setting.trace.spec.num_experts
+    shown = report.placements[report.main if by_device else "linear"]
     maps: dict[str, Any] = {}
-    for layer in chosen_layers(trace.num_layers, experts):
+    for layer in chosen_layers(trace.num_layers, shown.num_slots):
         routing = trace.layer(layer)
         p_EE = jaccard(coactivation_counts(routing.expert_ids_TK, routing.kept_TK, experts))
-        device_E = report.placements[report.main if by_device else "linear"].device_LE[layer]
-        order_E = np.argsort(device_E, kind="stable")
-        p_EE = p_EE[np.ix_(order_E, order_E)]
-        most = float(np.quantile(p_EE, 0.998)) or 1.0
-        maps[f"layer {layer}"] = (np.minimum(p_EE / most, 1) * _DEPTH).round().astype(np.uint8), most
+        expert_P, device_P = shown.slots(layer)
+        p_PP = p_EE[np.ix_(expert_P, expert_P)]
+        most = float(np.quantile(p_PP, 0.998)) or 1.0
+        maps[f"layer {layer}"] = (np.minimum(p_PP / most, 1) * _DEPTH).round().astype(np.uint8), most
     graph = graph_objects()
     figure = graph.Figure()
     for number, (name, (cells_EE, most)) in enumerate(maps.items()):
@@ -48,12 +60,12 @@ def coactivation(report: PlacementReport, by_device: bool) -> Any:
             },
             hovertemplate="slots %{x} and %{y}<extra></extra>",
         )  # fmt: skip
-    bounds = np.cumsum(report.setting.topology.slots(experts))[:-1] - 0.5
+    bounds = np.flatnonzero(np.diff(device_P)) + 0.5  # slots of devices are the same in all layers
     for bound in bounds.tolist():
         for line in ({"x0": bound, "x1": bound, "y0": 0, "y1": 1, "yref": "paper"},
                      {"y0": bound, "y1": bound, "x0": 0, "x1": 1, "xref": "paper"}):  # fmt: skip
             figure.add_shape(type="line", line={"color": "white", "width": 0.6}, **line)
-    named = "slot, by device" if by_device else "expert"
+    named = "slot, by device" if by_device or shown.num_slots > experts else "expert"
     figure.update_layout(xaxis_title=named, yaxis={"title": named, "autorange": "reversed"})
     return _with_menu(figure, list(maps))
 
@@ -75,7 +87,11 @@ def device_loads(report: PlacementReport) -> Any:
     figure = graph_objects().Figure()
     for name in report.placements:
         ranked_G = -np.sort(-report.device_load(name), axis=1).mean(axis=0)
-        figure.add_bar(x=np.arange(1, ranked_G.size + 1), y=ranked_G.astype(np.float32), name=name)
+        ranks, own = np.arange(1, ranked_G.size + 1), colour(report, name)
+        if ranked_G.size > _MOST_BARS:
+            figure.add_scatter(x=ranks, y=ranked_G.astype(np.float32), name=name, mode="lines", line={"color": own})
+        else:
+            figure.add_bar(x=ranks, y=ranked_G.astype(np.float32), name=name, marker={"color": own})
     figure.update_layout(
         barmode="group", xaxis_title="device of a layer, busiest first", yaxis_title="load over the mean"
     )  # fmt: skip
@@ -121,19 +137,16 @@ def spectrum(report: PlacementReport) -> Any:
     figure = graph_objects().Figure()
     for name, points in report.spectra.items():
         visits, balances = zip(*points, strict=True)
+        method = name.removesuffix("-spectrum")
         figure.add_scatter(
-            x=visits,
-            y=balances,
-            name=name if name.endswith("spectrum") else f"{name} spectrum",
-            mode="lines+markers",
-            marker={"size": 5},
-        )
-    for number, (name, shown) in enumerate(report.placements.items()):
+            x=visits, y=balances, name=f"{method} spectrum", mode="lines+markers",
+            marker={"size": 5}, line={"color": colour(report, method), "width": 1.5},
+        )  # fmt: skip
+    for name, shown in report.placements.items():
         means = shown.means()
         figure.add_scatter(
-            x=[means["dpt"]], y=[means["balance"]], name=name, mode="markers+text", text=[name],
-            textposition=("top center", "bottom center")[number % 2], showlegend=False,
-            marker={"size": 12, "symbol": "diamond"},
+            x=[means["dpt"]], y=[means["balance"]], name=name, mode="markers",
+            marker={"size": 12, "symbol": "diamond", "opacity": 0.8, "color": colour(report, name)},
         )  # fmt: skip
     figure.update_layout(xaxis_title="devices per token (communication)", yaxis_title="B (imbalance of computation)")
     return figure
@@ -145,7 +158,7 @@ def over_time(report: PlacementReport, name: str, label: str) -> Any:
     for placement, rows in report.over_time.items():
         figure.add_scatter(
             x=report.windows, y=[row[name] for row in rows], name=placement, mode="lines+markers",
-            line={"dash": "dot", "color": "#777"} if placement == "linear" else {},
+            line={"dash": "dot" if placement == "linear" else "solid", "color": colour(report, placement)},
         )  # fmt: skip
     figure.update_layout(xaxis_title="first token of the window", yaxis_title=label)
     return figure
@@ -164,7 +177,7 @@ def skew(report: PlacementReport) -> Any:
             x=(at / max(falling.size, 1)).astype(np.float32), y=(total[at] / max(total[-1], 1)).astype(np.float32),
             name=f"layer {layer}", mode="lines", line={"width": 1}, showlegend=False,
         )  # fmt: skip
-    figure.add_scatter(x=[0, 1], y=[0, 1], name="even use", mode="lines", line={"dash": "dot", "color": "#777"})
+    figure.add_scatter(x=[0, 1], y=[0, 1], name="even use", mode="lines", line={"dash": "dot", "color": _GREY})
     figure.update_layout(
         xaxis={"title": f"share of the {pairs}, most used first", "tickformat": ".0%"},
         yaxis={"title": "share of the uses", "tickformat": ".0%"}

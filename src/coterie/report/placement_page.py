@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
+import numpy as np
+
 import coterie
 from coterie.placement.driver import describe_trace
 from coterie.profile.combinations import natural_pairs
@@ -11,6 +13,12 @@ from coterie.report import placement_figures as figures
 from coterie.report.page import Page
 from coterie.report.placement_data import PlacementReport
 
+_RULE_WORDS = {
+    "fewest-devices": "fewest-devices: the copy that adds no device, else no node, else the one whose device has the "
+    "least to do so far",
+    "nearest": "nearest: the copy whose link costs least, equally near ones in turns by home (SGLang's static)",
+    "random": "random: any copy (SGLang's dynamic)",
+}
 _COLUMNS = ("dpt", "npt", "balance", "peak_traffic", "remote_peak_traffic")
 
 
@@ -38,7 +46,13 @@ def placement_page(report: PlacementReport, name: str) -> Page:
         "Copies per token and layer from the device where a token lives to those it visits. A token lives where the "
         "trace says, else its sequence's number decides.",
     )
-    page.figure(figures.traffic(report), top=figures.MENU_MARGIN)
+    silent = np.flatnonzero(next(iter(report.placements.values())).traffic_GG().sum(axis=1) == 0)
+    if silent.size:
+        page.paragraph(
+            f"No token measured here lives on device {', '.join(map(str, silent))}; a longer trace, or one that says "
+            "where tokens lived, fills these rows."
+        )
+    page.figure(figures.traffic(report), top=figures.MENU_MARGIN, square=True)
     _stability(page, report)
     page.section(
         "Skew of combinations (CRISP Fig. 3)",
@@ -69,6 +83,11 @@ def _costs(page: Page, report: PlacementReport) -> None:
         "Devices and nodes: distinct ones a token visits. B: the largest device load over the mean. Peak: the share of "
         "the tokens that visit the busiest device; remote: from other devices. Lower is better.",
     )
+    if report.setting.topology.speed_per_device is not None:
+        page.paragraph(
+            "Devices differ in speed: B is the longest time that one computes over the time in perfect balance, and "
+            "loads are such times too."
+        )
     base, rows = report.placements["linear"].means(), []
     for name, shown in report.placements.items():
         means = shown.means()
@@ -78,20 +97,47 @@ def _costs(page: Page, report: PlacementReport) -> None:
     page.table(headers, rows)
     if any(shown.seen for shown in report.placements.values()):
         page.paragraph("(*) made from this trace with less held out: it has seen tokens that it is measured on.")
+    _copies(page, report)
+
+
+def _copies(page: Page, report: PlacementReport) -> None:
+    """What copies cost in memory, and what each dispatch rule leaves of them."""
+    experts = report.setting.trace.spec.num_experts
+    copied = {name: shown for name, shown in report.placements.items() if shown.by_rule}
+    if not copied:
+        return
+    page.section(
+        "Copies of experts",
+        f"All figures of this page are under the rule {report.setting.dispatch}; the others are what is left of the "
+        "same placement where an engine chooses copies that way. Memory: slots over experts, of expert weights alone.",
+        *(f"{words}." for words in _RULE_WORDS.values()),
+    )
+    rows: list[list[object]] = []
+    for name, shown in copied.items():
+        most = int(shown.devices.sum(axis=1).max())
+        about = [f"{shown.num_slots} ({shown.num_slots / experts - 1:+.1%})", most]
+        rows += [
+            [name, rule, *(means[key] for key in ("dpt", "balance", "peak_traffic")), *about]
+            for rule, means in shown.by_rule.items()
+        ]
+    page.table(["placement", "rule", "devices", "B", "peak", "slots a layer", "most on a device"], rows)
 
 
 def _company(page: Page, report: PlacementReport) -> None:
     spec = report.setting.trace.spec
-    shown = figures.chosen_layers(spec.num_layers, spec.num_experts)
+    shown = figures.chosen_layers(spec.num_layers, report.placements[report.main].num_slots)
     some = "" if len(shown) == spec.num_layers else f" {len(shown)} of {spec.num_layers} layers, evenly spaced."
     page.section(
         "Who is chosen together (CAP Fig. 3)",
         "Tokens that choose both of two experts, over those that choose either, on the whole trace; white lines part "
         f"the devices. First in the order of ids, as engines place them.{some}",
     )
-    page.figure(figures.coactivation(report, by_device=False), top=figures.MENU_MARGIN)
-    page.paragraph(f"The same with experts ordered by their device in {report.main}: company moves to the diagonal.")
-    page.figure(figures.coactivation(report, by_device=True), top=figures.MENU_MARGIN)
+    page.figure(figures.coactivation(report, by_device=False), top=figures.MENU_MARGIN, square=True)
+    page.paragraph(
+        f"The same with experts ordered by their device in {report.main}. Company inside the squares on the "
+        "diagonal travels nowhere."
+    )
+    page.figure(figures.coactivation(report, by_device=True), top=figures.MENU_MARGIN, square=True)
 
 
 def _loads(page: Page, report: PlacementReport) -> None:

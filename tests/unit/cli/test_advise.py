@@ -48,7 +48,8 @@ def test_for_people_with_times_and_memory(run: Run) -> None:
     )  # fmt: skip
     assert code == 0
     assert "predicted from the topology's measured numbers" in err
-    assert "4 redundant slots a layer take 0.00 GB" in out
+    assert "4 redundant slots a layer are 25.0% more expert memory, at most 1 a layer on a device, 0.00 GB there" in out
+    assert "copies: chosen as sglang does (nearest), " in out
     assert "coterie export p.json --to sglang" in out
     assert "--init-expert-location" in out
     advised = Placement.load("p.json").method["advised"]
@@ -71,6 +72,19 @@ def test_no_gain_is_said_plainly_and_gives_no_commands(run: Run) -> None:
     assert code == 0
     assert "no gain here: on one device nothing travels" in out
     assert "coterie bake" not in out
+
+
+def test_a_backend_that_is_not_known_is_said_so(run: Run) -> None:
+    code, _, err = run("t.safetensors", "--topology", "1", "--engine", "vllm", "--backend", "depep")
+    assert code == 0
+    assert "vllm is not known to have a backend 'depep' (known: naive, pplx, " in err
+
+
+def test_a_place_to_write_to_comes_before_the_work(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coterie.report.advice.advise", lambda *_: pytest.fail("it worked first"))
+    code, _, err = run("t.safetensors", "--topology", "4", "--engine", "vllm", "--out", "none/p.json")
+    assert code == 2
+    assert "cannot write none" in err
 
 
 @pytest.mark.parametrize(

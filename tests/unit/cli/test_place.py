@@ -256,3 +256,15 @@ def test_an_interrupt_writes_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) 
         code, out, err = run(*PLACE, *more)
         assert (code, out, err) == (130, "", "coterie: error: interrupted; nothing was written\n")
         assert files() == before
+
+
+def test_links_of_unequal_cost_are_paid_for(run: Run) -> None:
+    Path("links.yaml").write_text("devices_per_node: 3\nlink_costs: [[0, 1, 4], [1, 0, 4], [4, 4, 0]]\n")
+    code, out, _ = run("place", "t.safetensors", "--topology", "links.yaml", "--out", "p.json")
+    paid = Placement.load("p.json").metrics["heldout"]["link_cost"]
+    assert code == 0
+    assert "cost of links, of a token and layer: 0 coterie" in out
+    assert f"{paid:.3f} (heldout)" in out
+    code, out, _ = run("compare", "t.safetensors", "--topology", "links.yaml")
+    assert code == 0
+    assert "cost of links, of a token and layer: linear " in out

@@ -41,7 +41,7 @@ def test_a_page_and_what_it_says(run: Run) -> None:
     assert "wrote r.html" in out
     page = Path("r.html").read_text()
     assert page.count("<h2>") == 8
-    assert "ordered by their device in p:" in page
+    assert "ordered by their device in p." in page
     assert not [part for part in ('src="http', 'href="http') if part in page.replace("\\", "")[:5000]]
 
 
@@ -53,6 +53,23 @@ def test_as_json_with_the_default_search(run: Run) -> None:
     assert result["bytes"] == Path("r.html").stat().st_size
 
 
+def test_copies_and_their_rule_come_from_the_placement(run: Run) -> None:
+    made = ["t.safetensors", "--topology", "4", "--method", "eplb", "--redundant", "4", "--dispatch", "nearest"]
+    assert run("place", *made, "--out", "copies.json")[0] == 0
+    code, out, err = run(
+        "report", "t.safetensors", "--placement", "copies.json", "--quick", "--out", "r.html", "--json"
+    )
+    assert (code, err) == (0, "")
+    result = json.loads(out)
+    assert (result["redundant"], result["dispatch"]) == (4, "nearest")
+    assert set(result["by_rule"]) == {"linear", "eplb", "cap", "copies"}
+    assert result["by_rule"]["copies"]["nearest"] == result["placements"]["copies"]
+    asked = ["--placement", "p.json", "--redundant", "4", "--dispatch", "random", "--quick"]
+    code, out, _ = run("report", "t.safetensors", *asked, "--out", "r.html")
+    assert code == 0
+    assert "here: random" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -61,6 +78,8 @@ def test_as_json_with_the_default_search(run: Run) -> None:
         (["t.safetensors", "--placement", "p.json", "--placement", "p.json"], "2 placements are called 'p'"),
         (["t.safetensors", "--placement", "none.json"], "none.json"),
         (["t.safetensors", "--heldout", "1.5"], "held-out share of 1.5"),
+        (["t.safetensors", "--placement", "p.json", "--redundant", "60"], "use 48 at most"),
+        (["t.safetensors", "--placement", "p.json", "--dispatch", "near"], "did you mean 'nearest'"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(run: Run, arguments: list[str], message: str) -> None:

@@ -39,7 +39,7 @@ STUDIES = [
     ("stability", ["a.safetensors", "--window", "100"], ["cap w0", "coterie w3"]),
     ("transfer", ["a.safetensors", "b.safetensors"], ["mixture", "peak traffic on another workload"]),
     ("pruning", ["a.safetensors", "--method", "cap"], ["popularity decile", "priced"]),
-    ("tokens", ["a.safetensors", "--method", "cap"], ["cap, 200 tokens", "tokens on"]),
+    ("tokens", ["a.safetensors", "--method", "cap"], ["cap, 200 tokens", "cap: 200 earlier tokens are too few"]),
 ]
 
 

@@ -109,7 +109,8 @@ def test_traffic_says_who_sends_to_whom() -> None:
     trace = RoutingTrace(ids, MoESpec("toy", 1, 4, 2), home_ids=np.array([0, 0, 1]))
     found = measure_layer(trace, 0, np.array([0, 0, 1, 1]), Topology.parse("2"), ALL_TOKENS)
     np.testing.assert_allclose(found.traffic_GG * 3, [[2, 1], [0, 1]])
-    expected = LayerMetrics(4 / 3, 1 / 3, 1.0, 0.0, 1.0, 2 / 3, 1 / 3, found.traffic_GG)
+    expected = LayerMetrics(4 / 3, 1 / 3, 1.0, 0.0, 1.0, 2 / 3, 1 / 3, found.traffic_GG, np.ones(2))
+    np.testing.assert_allclose(found.load_G, [1, 1])
     assert average([found]) == pytest.approx(average([expected]))
 
 

@@ -12,8 +12,9 @@ from coterie.errors import ConfigError
 from coterie.models.expert_shape import ExpertSizes
 from coterie.placement.driver import prepare
 from coterie.placement.metrics import average, measure
-from coterie.report.advice import Situation, advise, memory
-from coterie.report.advice_engines import ENGINES, backend_of, how_to_use
+from coterie.report.advice import Situation, advise
+from coterie.report.advice_copies import memory, without_copies
+from coterie.report.advice_engines import ENGINES, backend_of, how_to_use, refusals
 from coterie.spec import MoESpec
 from coterie.topology import Topology
 from coterie.trace.routing_trace import RoutingTrace
@@ -86,12 +87,80 @@ def test_without_an_all_to_all_only_balance_counts(make_trace: Any) -> None:
 
 
 def test_memory_of_copies(make_trace: Any) -> None:
-    setting = prepare(make_trace(layers=5), FOUR)
+    setting = prepare(make_trace(layers=5), FOUR, redundant=5)
     sizes = ExpertSizes(MoESpec("toy", 5, 16, 4, hidden_size=100), 30, "bfloat16")
-    priced = memory(setting, Situation(sizes=sizes, redundant=5))
+    priced = memory(setting, sizes)
     assert priced["expert_bytes"] == 3 * 100 * 30 * 2
     assert priced["redundant_bytes_per_device"] == 2 * 5 * priced["expert_bytes"]  # 5 slots on 4 devices: 2 on one
-    assert memory(setting, Situation())["expert_bytes"] is None
+    assert memory(setting, None)["expert_bytes"] is None
+
+
+def lonely_pairs(tokens: int = 2400) -> RoutingTrace:
+    """One expert that keeps company with all others alike: with a copy on every device no token needs two."""
+    rng = np.random.default_rng(0)
+    ids = np.stack([np.zeros((6, tokens), dtype=int), rng.integers(1, 13, (6, tokens))], axis=2).astype(np.uint8)
+    sequences = np.arange(tokens, dtype=np.int32) // 50
+    return RoutingTrace(ids, MoESpec("lonely", 6, 13, 2), sequence_ids=sequences, provenance={"synthetic": True})
+
+
+def test_copies_are_used_where_they_beat_the_best_without_them() -> None:
+    setting = prepare(lonely_pairs(), FOUR, redundant=3, dispatch="nearest")
+    advice = advise(setting, Situation())
+    copies = advice.found["copies"]
+    assert advice.found["recommended"] in ("coterie+3", "eplb+3")
+    assert copies["used"]
+    assert copies["gain"] > 0.1
+    assert copies["dispatch"] == "nearest"
+    assert advice.placement.num_copies == 3
+    assert advice.placement.hosts()[:, 0].all()  # the popular one is everywhere
+    later = split(setting.trace, 0.2).second
+    expected = average(measure(setting.trace, advice.placement.hosts(), FOUR, later, "nearest"))
+    assert advice.found["expected"][advice.found["recommended"]] == expected
+    assert advice.placement.method["dispatch"] == "nearest"
+    assert advise(prepare(lonely_pairs(), FOUR), Situation()).found["copies"] is None
+
+
+def test_copies_that_bring_nothing_are_not_used(make_trace: Any) -> None:
+    setting = prepare(even_trace(), FOUR, redundant=4, dispatch="random")
+    found = advise(setting, Situation()).found
+    assert found["recommended"] == "linear"
+    assert not found["copies"]["used"]
+    assert found["memory"]["redundant_share"] == 0.25
+
+
+def test_an_engine_that_loads_no_copies_gets_none() -> None:
+    setting = prepare(lonely_pairs(), FOUR, redundant=3)
+    refused = refusals("vllm", setting)
+    assert "baked checkpoint, which has no copies" in refused[3]
+    found = advise(setting, Situation(refused=refused)).found
+    assert found["copies"]["refused"] == refused[3]
+    assert "+" not in found["recommended"]
+    assert found["reason"].startswith(
+        "no gain here: vLLM gives every rank the same number of slots, and 13 experts on 4"
+    )
+
+
+def test_uneven_ranks_are_refused_with_the_remedy(make_trace: Any) -> None:
+    three = Topology.parse("3")
+    plain = prepare(make_trace(layers=6, tokens=2000), three)  # 16 experts
+    refused = refusals("sglang", plain)
+    assert refused == {0: "SGLang gives every rank the same number of slots, and 16 experts on 3 devices are 5 to 6 a "
+                          "device; --redundant 2 would make them even"}  # fmt: skip
+    assert advise(plain, Situation(refused=refused)).found["reason"] == f"no gain here: {refused[0]}"
+    even = prepare(plain.trace, three, redundant=2, dispatch="nearest")
+    assert set(refusals("sglang", even)) == {0}
+    advice = advise(even, Situation(refused=refusals("sglang", even)))
+    assert advice.placement.num_copies == 2
+    assert refusals("sglang", prepare(plain.trace, FOUR)) == {}
+
+
+def test_slots_that_a_topology_lists_count_copies(make_trace: Any) -> None:
+    topology = Topology(1, 4, slots_per_device=(6, 6, 5, 3))
+    setting = prepare(make_trace(layers=3, tokens=1000), topology, redundant=4)
+    assert without_copies(setting).topology.slots_per_device == (5, 4, 4, 3)
+    assert memory(setting, None)["redundant_slots_per_device"] == 2
+    found = advise(setting, Situation()).found
+    assert {"linear", "coterie+4"} <= set(found["expected"])
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -102,6 +171,8 @@ def test_every_engine_gets_commands_that_name_the_file(make_trace: Any, engine: 
     assert use.commands[0].startswith("coterie bake" if engine == "vllm" else "coterie export")
     assert " 4" in use.commands[-1]
     assert use.notes
+    config = how_to_use(engine, placement, "p.json", "config.json", backend_of(engine, None))
+    assert "config.json" not in config.commands[-1]  # a config alone cannot be served
 
 
 def test_what_cannot_be() -> None:

@@ -80,5 +80,6 @@ def test_nothing_to_draw_is_told() -> None:
 
 
 def _figure(html: str) -> Any:
-    start = html.index("const f = ") + len("const f = ")
+    data = 'id="figure-0-data">'
+    start = html.index(data) + len(data)
     return json.JSONDecoder().raw_decode(html[start:].replace("<\\/", "</"))[0]

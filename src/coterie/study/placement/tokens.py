@@ -79,6 +79,16 @@ def stable_from(rows: Sequence[dict[str, Any]]) -> int:
     return stable
 
 
+def settled(name: str, found: dict[str, Any]) -> str:
+    """`stable_from` of a method in words."""
+    most = found["points"][-1]["tokens"]
+    if len(found["points"]) == 1:
+        return f"{name}: {most:,} earlier tokens are too few to tell from when on more change little"
+    if found["stable_from"] == most:
+        return f"{name}: not settled, over {NEAR:.0%} away until all {most:,} earlier tokens are used"
+    return f"{name}: within {NEAR:.0%} of the figures of all {most:,} earlier tokens from {found['stable_from']:,} on"
+
+
 def rows(result: dict[str, Any]) -> list[list[object]]:
     """A line for each method and count, then linear."""
     lines: list[list[object]] = [
@@ -93,12 +103,12 @@ def show(page: Page, result: dict[str, Any]) -> None:
     """The sections of the page."""
     from coterie.report.page import graph_objects
 
-    settled = ", ".join(f"{method} from {each['stable_from']:,}" for method, each in result["methods"].items())
+    found = "; ".join(settled(method, each) for method, each in result["methods"].items())
     page.section(
         "Tokens until a placement is stable (CAP §VIII-G)",
         "The paper: routing statistics and groupings are stable after about 8,000 tokens.",
-        f"Fitted on the first tokens of the earlier sequences, measured on the same later ones. Within {NEAR:.0%} of "
-        f"what all earlier tokens give, in devices per token and peak traffic: {settled}.",
+        "Fitted on the first tokens of the earlier sequences, measured on the same later ones. In devices per token "
+        f"and peak traffic, {found}.",
     )
     page.table(["fitted on", *MEASURES.values()], rows(result))
     graph = graph_objects()

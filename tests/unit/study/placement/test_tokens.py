@@ -10,7 +10,7 @@ import pytest
 from coterie.errors import ConfigError
 from coterie.placement.driver import prepare
 from coterie.study.placement.common import fit, means
-from coterie.study.placement.tokens import doublings, run, stable_from
+from coterie.study.placement.tokens import doublings, run, settled, stable_from
 from coterie.topology import Topology
 from coterie.trace.splits import split
 
@@ -40,3 +40,10 @@ def test_every_point_is_fitted_on_the_first_tokens_and_measured_on_the_same_late
     assert {name: points[0][name] for name in again} == again
     with pytest.raises(ConfigError, match="unknown placement method"):
         run(setting, "toy", methods=("cap", "none"))
+
+
+def test_settling_in_words() -> None:
+    points = [{"tokens": count} for count in (250, 500, 600)]
+    assert settled("m", {"points": points, "stable_from": 500}).endswith("all 600 earlier tokens from 500 on")
+    assert "m: not settled" in settled("m", {"points": points, "stable_from": 600})
+    assert "4 earlier tokens are too few" in settled("m", {"points": [{"tokens": 4}], "stable_from": 4})
