@@ -19,15 +19,18 @@ Gate = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Biases:
-    """The biases of one layer's experts, neurons in the records' order.
+    """What is resident of one layer's experts beside their records: biases and scales, neurons in the records' order.
 
     Attributes:
-        gate_up_E2I: [E, 2, I] of gate, and of up.
-        down_EH: [E, H].
+        gate_up_E2I: [E, 2, I] biases of gate, and of up; None: there are none.
+        down_EH: [E, H] biases; None with the others.
+        scale_E3I: [E, 3, I] float32, what each gate row, up row and down column of integers is to be multiplied by;
+            None: records hold the weights themselves.
     """
 
-    gate_up_E2I: Tensor
-    down_EH: Tensor
+    gate_up_E2I: Tensor | None = None
+    down_EH: Tensor | None = None
+    scale_E3I: Tensor | None = None
 
 
 def gate_of(experts: Any) -> Gate:
@@ -42,13 +45,13 @@ def gate_of(experts: Any) -> Gate:
     return gate
 
 
-def biases_of(experts: Any) -> Biases | None:
-    """The biases of a Transformers experts module; None where it has none."""
+def biases_of(experts: Any, scale_E3I: Tensor | None = None) -> Biases | None:
+    """The biases of a Transformers experts module, with the scales of its records; None where it has neither."""
     if not experts.has_bias:
-        return None
+        return None if scale_E3I is None else Biases(scale_E3I=scale_E3I)
     both = experts.gate_up_proj_bias
     parts = both.chunk(2, dim=-1) if experts.is_concatenated else (both[:, ::2], both[:, 1::2])
-    return Biases(torch.stack(parts, dim=1), experts.down_proj_bias)
+    return Biases(torch.stack(parts, dim=1), experts.down_proj_bias, scale_E3I)
 
 
 def run_record(
@@ -70,11 +73,28 @@ def run_record(
         [N, H].
     """
     prefix_k3H = record_I3H[:width]
-    bias_2k = (None, None) if biases is None else biases.gate_up_E2I[expert, :, :width]
-    both_N2k = torch.cat([linear(x_NH, prefix_k3H[:, part], bias_2k[part]) for part in (0, 1)], dim=-1)
+    biases = biases or _NOTHING
+    bias_2k = (None, None) if biases.gate_up_E2I is None else biases.gate_up_E2I[expert, :, :width]
+    scale_3k = None if biases.scale_E3I is None else biases.scale_E3I[expert, :, :width]
+    if scale_3k is None:
+        both_N2k = torch.cat([linear(x_NH, prefix_k3H[:, part], bias_2k[part]) for part in (0, 1)], dim=-1)
+    else:
+        both_N2k = torch.cat([_scaled(x_NH, prefix_k3H, scale_3k, part, bias_2k[part]) for part in (0, 1)], dim=-1)
     hidden_Nk = gate(both_N2k)
     if width_N is not None:
         beyond_Nk = torch.arange(width, device=width_N.device) >= width_N[:, None]
         hidden_Nk = hidden_Nk.masked_fill(beyond_Nk, 0)
-    output_NH = hidden_Nk @ prefix_k3H[:, 2]
-    return output_NH if biases is None else output_NH + biases.down_EH[expert]
+    if scale_3k is None:
+        output_NH = hidden_Nk @ prefix_k3H[:, 2]
+    else:
+        output_NH = (hidden_Nk * scale_3k[2]).to(x_NH.dtype) @ prefix_k3H[:, 2].to(x_NH.dtype)
+    return output_NH if biases.down_EH is None else output_NH + biases.down_EH[expert]
+
+
+_NOTHING = Biases()
+
+
+def _scaled(x_NH: Tensor, prefix_k3H: Tensor, scale_3k: Tensor, part: int, bias_k: Tensor | None) -> Tensor:
+    """Gate or up of integer rows, which every floating-point type holds exactly."""
+    product_Nk = linear(x_NH, prefix_k3H[:, part].to(x_NH.dtype)) * scale_3k[part]
+    return (product_Nk if bias_k is None else product_Nk + bias_k).to(x_NH.dtype)
