@@ -43,8 +43,8 @@ class StoreHeader:
     def to_json(self) -> dict[str, Any]:
         """Ready for JSON."""
         return {
-            "kind": KIND, "schema_version": _version(self.layout), "spec": self.spec.to_json(), "identity": self.identity,
-            "order": self.order, "variant": self.variant, "layout": asdict(self.layout),
+            "kind": KIND, "schema_version": _version(self.layout), "spec": self.spec.to_json(),
+            "identity": self.identity, "order": self.order, "variant": self.variant, "layout": asdict(self.layout),
         }  # fmt: skip
 
     @classmethod

@@ -72,7 +72,8 @@ def pack(
     Raises:
         BackendUnavailable: without torch or transformers.
         CheckpointError: when the experts are quantised, damaged or not understood.
-        ConfigError: for another model's profile, a folder that holds something else, too little space, or bits other than 8.
+        ConfigError: for another model's profile, a folder that holds something else, too little space, or bits
+            other than 8.
     """
     if bits not in (None, 8):
         raise ConfigError(f"experts in {bits} bits cannot be packed; give 8, or nothing to keep them as they are")

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from coterie.ops.eight_bits import down_of, gate_up_of
+
 Gate = Callable[[Tensor], Tensor]
 """(all of gate, then all of up [.., 2k]) -> [.., k]."""
 
@@ -79,22 +81,15 @@ def run_record(
     if scale_3k is None:
         both_N2k = torch.cat([linear(x_NH, prefix_k3H[:, part], bias_2k[part]) for part in (0, 1)], dim=-1)
     else:
-        both_N2k = torch.cat([_scaled(x_NH, prefix_k3H, scale_3k, part, bias_2k[part]) for part in (0, 1)], dim=-1)
+        both_N2k = gate_up_of(x_NH, prefix_k3H, scale_3k)
+        if biases.gate_up_E2I is not None:
+            both_N2k = both_N2k + biases.gate_up_E2I[expert, :, :width].reshape(-1)
     hidden_Nk = gate(both_N2k)
     if width_N is not None:
         beyond_Nk = torch.arange(width, device=width_N.device) >= width_N[:, None]
         hidden_Nk = hidden_Nk.masked_fill(beyond_Nk, 0)
-    if scale_3k is None:
-        output_NH = hidden_Nk @ prefix_k3H[:, 2]
-    else:
-        output_NH = (hidden_Nk * scale_3k[2]).to(x_NH.dtype) @ prefix_k3H[:, 2].to(x_NH.dtype)
+    output_NH = hidden_Nk @ prefix_k3H[:, 2] if scale_3k is None else down_of(hidden_Nk, prefix_k3H, scale_3k)
     return output_NH if biases.down_EH is None else output_NH + biases.down_EH[expert]
 
 
 _NOTHING = Biases()
-
-
-def _scaled(x_NH: Tensor, prefix_k3H: Tensor, scale_3k: Tensor, part: int, bias_k: Tensor | None) -> Tensor:
-    """Gate or up of integer rows, which every floating-point type holds exactly."""
-    product_Nk = linear(x_NH, prefix_k3H[:, part].to(x_NH.dtype)) * scale_3k[part]
-    return (product_Nk if bias_k is None else product_Nk + bias_k).to(x_NH.dtype)
