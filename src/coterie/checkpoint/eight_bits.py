@@ -11,9 +11,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import CheckpointError
+from coterie.errors import CheckpointError, ConfigError
 
 LARGEST = 127
+
+
+def require_bits(bits: int | None) -> None:
+    """Refuse any number of bits but eight; None: weights as they are.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if bits not in (None, 8):
+        raise ConfigError(f"experts in {bits} bits are not supported; give 8, or nothing to keep them as they are")
 
 
 def in_eight_bits(record_I3H: NDArray[Any], dtype: str) -> tuple[NDArray[np.int8], NDArray[np.float32]]:

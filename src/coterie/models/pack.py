@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import coterie
-from coterie.checkpoint.eight_bits import in_eight_bits
+from coterie.checkpoint.eight_bits import in_eight_bits, require_bits
 from coterie.checkpoint.expert_records import ExpertRecords
 from coterie.checkpoint.expert_store import StoreHeader
 from coterie.checkpoint.pack_store import pack_store
@@ -75,8 +75,7 @@ def pack(
         ConfigError: for another model's profile, a folder that holds something else, too little space, or bits
             other than 8.
     """
-    if bits not in (None, 8):
-        raise ConfigError(f"experts in {bits} bits cannot be packed; give 8, or nothing to keep them as they are")
+    require_bits(bits)
     source, target = resolve(model), Path(out)
     refuse_own_folder(source, target)
     config = read_config(source / "config.json")

@@ -20,7 +20,7 @@ from coterie.progress import Progress, silent
 from coterie.pruning.width_planning import plan_widths
 from coterie.study.measure import Bench, bootstrap
 
-CACHED, CACHED_8_BITS, SKIPPED = "value 1.5% + cached", "value 1.5% + cached, 8 bits", "skip-on-miss"
+CACHED, CACHED_8_BITS, SKIPPED = "value 1.5% + cached", "value 1.5% + cached in 8 bits", "skip-on-miss"
 _TRIES = 4
 _SEQUENCES = 4
 _CALIBRATION_WINDOWS = 16

@@ -71,7 +71,7 @@ def cached_systems() -> list[System]:
     return [
         System("value 1.5% + cached", widths="value 1.5% + cached", by_budget=True,
                about="value widths, and what is resident beyond them for free; at most 1.5%"),
-        System("value 1.5% + cached, 8 bits", widths="value 1.5% + cached, 8 bits", by_budget=True, bits=8,
+        System("value 1.5% + cached in 8 bits", widths="value 1.5% + cached in 8 bits", by_budget=True, bits=8,
                about="the same from a store in eight bits; at most 1.5%, rounding included"),
         System("skip-on-miss", by_budget=True, about="full width; light experts that miss are skipped; at most 1.5%"),
     ]  # fmt: skip
@@ -80,9 +80,9 @@ def cached_systems() -> list[System]:
 def rounded_systems() -> list[System]:
     """Those at full width that read a store in eight bits; they cost what rounding does."""
     return [
-        System("lru by layer, 8 bits", "lru-layer-whole", "fifo", widths=ROUNDED, bits=8,
+        System("lru by layer in 8 bits", "lru-layer-whole", "fifo", widths=ROUNDED, bits=8,
                about="MoE-Offload's cache, from a store in eight bits"),
-        System("full width, 8 bits", widths=ROUNDED, bits=8, about="ours at full width, from a store in eight bits"),
+        System("full width in 8 bits", widths=ROUNDED, bits=8, about="ours at full width, from a store in eight bits"),
     ]  # fmt: skip
 
 

@@ -198,13 +198,13 @@ def test_a_store_in_eight_bits_reads_half_within_the_same_bytes(source: Any, sma
     from coterie.bench.offload.table import Setting
 
     setting = Setting({"20%": 0.2}, None, 4, 2)
-    names = ["full", "moe-offload-lru-layer", "lossless", "lru by layer, 8 bits", "full width, 8 bits"]
+    names = ["full", "moe-offload-lru-layer", "lossless", "lru by layer in 8 bits", "full width in 8 bits"]
     rows = {row["system"]: row for row in run_bench(source, setting, systems=names, shape=small_shape)["rows"]}
-    rounded, whole = rows["full width, 8 bits"], rows["lossless"]
+    rounded, whole = rows["full width in 8 bits"], rows["lossless"]
     assert rounded["demanded_share"] == 0.5
     assert rounded["bytes_share"] < 0.5 * whole["bytes_share"]  # twice as many experts fit, too
     assert rounded["budget_bytes"] <= whole["budget_bytes"]
-    assert rows["lru by layer, 8 bits"]["bytes_share"] < 0.5 * rows["moe-offload-lru-layer"]["bytes_share"]
+    assert rows["lru by layer in 8 bits"]["bytes_share"] < 0.5 * rows["moe-offload-lru-layer"]["bytes_share"]
     assert 0 < abs(rounded["perplexity_increase"]) < 0.005
 
 
