@@ -88,7 +88,11 @@ def pack_store(
     layout = header.layout
     done = _begin(out, header, _fingerprint(tensors))
     rest = {name: tensor for name, tensor in tensors.items() if name not in records.names}
-    _check_space(out, (layout.num_records - done) * layout.record_bytes + sum(each.nbytes for each in rest.values()))
+    _check_space(
+        out,
+        (layout.num_records - done) * (layout.record_bytes + layout.scale_bytes)
+        + sum(each.nbytes for each in rest.values()),
+    )
     resumed = done
     try:
         moved = {} if order_LEI is None else records.ordered_biases(order_LEI)
