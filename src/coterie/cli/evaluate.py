@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coterie.checkpoint.eight_bits import require_bits
 from coterie.cli.common import JsonOption, SeedOption, emit_json, progress
 from coterie.cli.evaluate_show import show
 from coterie.cli.pruning_options import AUTO, FLOOR_HELP, PruningOptions
@@ -63,6 +62,7 @@ def evaluate_model(
     Without --text, --domain and --tasks: on every shipped text. A changed model is compared with itself unchanged,
     unless there is a --reference.
     """
+    from coterie.checkpoint.eight_bits import require_bits
     from coterie.evaluate.quality import evaluate
     from coterie.models.load import load_model, load_tokenizer
 
