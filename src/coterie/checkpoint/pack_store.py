@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -97,28 +97,8 @@ def pack_store(
     try:
         moved = {} if order_LEI is None else records.ordered_biases(order_LEI)
         _write_skeleton(out / SKELETON_FOLDER, source, tensors, rest, moved, config)
-        with (
-            (out / EXPERTS_FILE).open("r+b") as experts,
-            (out / CHECKSUMS_FILE).open("r+b") as journal,
-            (out / SCALES_FILE).open("r+b") as scales,
-        ):
-            for file, each in (
-                (experts, layout.record_bytes),
-                (journal, layout.blocks * 4),
-                (scales, layout.scale_bytes),
-            ):
-                file.truncate(done * each)
-                file.seek(0, os.SEEK_END)
-            while done < layout.num_records:
-                layer, expert = divmod(done, layout.num_experts)
-                order_I = None if order_LEI is None else order_LEI[layer, expert]
-                record = records.record(layer, expert, order_I)
-                if encode is not None:
-                    record, scale_3I = _encoded(record, encode, layer, expert)
-                    _write_through(scales, scale_3I)
-                _append(experts, journal, record, layout)
-                done += 1
-                progress("packing", done * layout.record_bytes, layout.total_bytes)
+        for done in _write_experts(out, resumed, records, layout, order_LEI, encode):
+            progress("packing", done * layout.record_bytes, layout.total_bytes)
     except OSError as error:
         raise ConfigError(
             f"cannot write {out}: {error.strerror or error}; {done} of {layout.num_records} experts are packed: free "
@@ -149,6 +129,29 @@ def experts_packed(out: Path) -> tuple[int, int] | None:
 def _written(out: Path, layout: StoreLayout) -> int:
     written = {CHECKSUMS_FILE: layout.blocks * 4, EXPERTS_FILE: layout.record_bytes, SCALES_FILE: layout.scale_bytes}
     return min((out / name).stat().st_size // each for name, each in written.items() if each)
+
+
+def _write_experts(
+    out: Path, done: int, records: Records, layout: StoreLayout, order_LEI: NDArray[Any] | None, encode: Encode | None
+) -> Iterator[int]:
+    """Write the experts from number `done` on; yields how many there are after each."""
+    with (
+        (out / EXPERTS_FILE).open("r+b") as experts,
+        (out / CHECKSUMS_FILE).open("r+b") as journal,
+        (out / SCALES_FILE).open("r+b") as scales,
+    ):
+        sizes = (layout.record_bytes, layout.blocks * 4, layout.scale_bytes)
+        for file, each in zip((experts, journal, scales), sizes, strict=True):
+            file.truncate(done * each)
+            file.seek(0, os.SEEK_END)
+        for number in range(done, layout.num_records):
+            layer, expert = divmod(number, layout.num_experts)
+            record = records.record(layer, expert, None if order_LEI is None else order_LEI[layer, expert])
+            if encode is not None:
+                record, scale_3I = _encoded(record, encode, layer, expert)
+                _write_through(scales, scale_3I)
+            _append(experts, journal, record, layout)
+            yield number + 1
 
 
 def _append(experts: BinaryIO, journal: BinaryIO, record_I3H: NDArray[Any], layout: StoreLayout) -> None:
