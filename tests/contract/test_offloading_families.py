@@ -110,3 +110,25 @@ def test_all_but_the_experts_weights_is_resident_as_it_was(family: Any, tmp_path
     assert absent
     assert all(name.endswith(("experts.gate_up_proj", "experts.down_proj")) for name in absent)
     offloaded.close()
+
+
+def test_a_store_in_eight_bits_computes_what_the_rounded_model_does(family: Any, tmp_path: Path) -> None:
+    import torch
+
+    from coterie.checkpoint.expert_store import open_store
+    from coterie.models.rounding import rounded
+
+    folder, model, profile = family
+    coterie.pack(folder, tmp_path / "store", profile=profile, bits=8)
+    with rounded(model):
+        expected = _logits(model, _prompts())
+    full, found = _logits(model, _prompts()), []
+    for budget, policy in (("100%", "lru"), ("20%", "company")):
+        offloaded = coterie.offload(tmp_path / "store", budget, policy=policy, check=True)
+        found.append(_logits(offloaded, _prompts()))
+        offloaded.close()
+    assert open_store(tmp_path / "store").layout.dtype == "I8"
+    assert torch.equal(*found), "the budget changed a bit"
+    assert (found[0] - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert not torch.equal(expected, full)
+    assert torch.equal(_logits(model, _prompts()), full), "the model was not put back"

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.checkpoint.store_layout import StoreLayout
+from coterie.checkpoint.store_layout import PARTS, StoreLayout
 from coterie.errors import CheckpointError, ConfigError
 from coterie.files import parse_json, read_text
 from coterie.spec import MoESpec
 
-KIND, SCHEMA_VERSION = "expert_store", 1
+KIND, SCHEMA_VERSION, SCALED_VERSION = "expert_store", 1, 2  # the later one for stores with scales alone
 HEADER_FILE, EXPERTS_FILE, CHECKSUMS_FILE = "store.json", "experts.bin", "checksums.bin"
-PACKING_FILE, SKELETON_FOLDER = "packing.json", "model"
+SCALES_FILE, PACKING_FILE, SKELETON_FOLDER = "scales.bin", "packing.json", "model"
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class StoreHeader:
     def to_json(self) -> dict[str, Any]:
         """Ready for JSON."""
         return {
-            "kind": KIND, "schema_version": SCHEMA_VERSION, "spec": self.spec.to_json(), "identity": self.identity,
-            "order": self.order, "variant": self.variant, "layout": asdict(self.layout),
+            "kind": KIND, "schema_version": _version(self.layout), "spec": self.spec.to_json(),
+            "identity": self.identity, "order": self.order, "variant": self.variant, "layout": asdict(self.layout),
         }  # fmt: skip
 
     @classmethod
@@ -64,11 +64,14 @@ class ExpertStore:
         folder: where it is.
         header: what it is of.
         checksums_LEB: [L, E, B] uint32, zlib.crc32 of every block, padding included.
+        scale_LE3I: [L, E, 3, I] float32, the scale of every gate row, up row and down column of experts in eight bits;
+            None: experts have none.
     """
 
     folder: Path
     header: StoreHeader
     checksums_LEB: NDArray[np.uint32]
+    scale_LE3I: NDArray[np.float32] | None = None
 
     @property
     def layout(self) -> StoreLayout:
@@ -113,23 +116,28 @@ def open_store(folder: str | Path) -> ExpertStore:
     document = parse_json(read_text(header_file, CheckpointError), header_file, CheckpointError)
     if not isinstance(document, dict) or document.get("kind") != KIND:
         raise CheckpointError(f"{header_file} does not describe an expert store; make one with coterie pack")
-    if document.get("schema_version") != SCHEMA_VERSION:
+    if document.get("schema_version") not in (SCHEMA_VERSION, SCALED_VERSION):
         raise CheckpointError(
             f"{folder} has schema {document.get('schema_version')!r} of expert stores, this version reads "
-            f"{SCHEMA_VERSION}; pack the model again"
+            f"{SCHEMA_VERSION} and {SCALED_VERSION}; pack the model again"
         )
     try:
         header = StoreHeader.from_json(document)
         checksum = int(document["checksums_crc32"])
+        scales_checksum = int(document["scales_crc32"]) if header.layout.scale_bytes else None
     except (KeyError, TypeError, ValueError, ConfigError) as error:
         raise CheckpointError(f"{header_file} is damaged ({error}); pack the model again") from error
     _check_sizes(folder, header.layout)
-    return ExpertStore(folder, header, _checksums(folder / CHECKSUMS_FILE, header.layout, checksum))
+    checksums_LEB = _checksums(folder / CHECKSUMS_FILE, header.layout, checksum)
+    scale_LE3I = None if scales_checksum is None else _scales(folder / SCALES_FILE, header.layout, scales_checksum)
+    return ExpertStore(folder, header, checksums_LEB, scale_LE3I)
 
 
-def header_text(header: StoreHeader, checksums: bytes, about: Mapping[str, Any]) -> str:
-    """The text of a finished store's header file."""
+def header_text(header: StoreHeader, checksums: bytes, scales: bytes, about: Mapping[str, Any]) -> str:
+    """The text of a finished store's header file; `scales` are empty where experts have none."""
     document = {**header.to_json(), "checksums_crc32": zlib.crc32(checksums), **about}
+    if header.layout.scale_bytes:
+        document["scales_crc32"] = zlib.crc32(scales)
     return json.dumps(document, indent=1) + "\n"
 
 
@@ -154,3 +162,16 @@ def _checksums(file: Path, layout: StoreLayout, expected: int) -> NDArray[np.uin
         raise CheckpointError(f"{file} is damaged, so blocks cannot be checked; pack the model again")
     shape = (layout.num_layers, layout.num_experts, layout.blocks)
     return np.frombuffer(data, "<u4").reshape(shape).astype(np.uint32)
+
+
+def _scales(file: Path, layout: StoreLayout, expected: int) -> NDArray[np.float32]:
+    data = file.read_bytes() if file.is_file() else b""
+    if len(data) != layout.num_records * layout.scale_bytes or zlib.crc32(data) != expected:
+        raise CheckpointError(f"{file} is damaged, so experts cannot be told from their integers; pack the model again")
+    shape = (layout.num_layers, layout.num_experts, PARTS, layout.width)
+    return np.frombuffer(data, "<f4").reshape(shape).astype(np.float32)
+
+
+def _version(layout: StoreLayout) -> int:
+    """Stores without scales are what they always were, and older versions read them."""
+    return SCALED_VERSION if layout.scale_bytes else SCHEMA_VERSION

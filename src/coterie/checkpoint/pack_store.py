@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -21,6 +21,7 @@ from coterie.checkpoint.expert_store import (
     EXPERTS_FILE,
     HEADER_FILE,
     PACKING_FILE,
+    SCALES_FILE,
     SKELETON_FOLDER,
     StoreHeader,
     block_checksums,
@@ -34,7 +35,9 @@ from coterie.files import parse_json, read_text, write_text
 from coterie.progress import Progress, silent
 from coterie.units import format_bytes
 
-_OWN_FILES = {CHECKSUMS_FILE, EXPERTS_FILE, HEADER_FILE, PACKING_FILE, SKELETON_FOLDER}
+_OWN_FILES = {CHECKSUMS_FILE, EXPERTS_FILE, HEADER_FILE, PACKING_FILE, SCALES_FILE, SKELETON_FOLDER}
+Encode = Callable[[NDArray[Any]], tuple[NDArray[Any], NDArray[np.float32]]]
+"""A record [I, 3, H] as the source has it -> as the store has it, and its scales [3, I]."""
 
 
 class Records(Protocol):
@@ -57,6 +60,7 @@ class Records(Protocol):
 def pack_store(
     out: Path, source: Path, tensors: Mapping[str, StoredTensor], records: Records, header: StoreHeader,
     order_LEI: NDArray[Any] | None, config: Mapping[str, Any], about: Mapping[str, Any], progress: Progress = silent,
+    encode: Encode | None = None,
 ) -> int:  # fmt: skip
     """Write a store, or the rest of one that an earlier call began.
 
@@ -72,6 +76,7 @@ def pack_store(
         config: what to write as the skeleton's config.json.
         about: further keys of the header file.
         progress: told of every expert, in bytes.
+        encode: for a layout with scales; None: records are written as they are.
 
     Returns:
         Experts that an earlier call had written.
@@ -83,28 +88,26 @@ def pack_store(
     layout = header.layout
     done = _begin(out, header, _fingerprint(tensors))
     rest = {name: tensor for name, tensor in tensors.items() if name not in records.names}
-    _check_space(out, (layout.num_records - done) * layout.record_bytes + sum(each.nbytes for each in rest.values()))
+    _check_space(
+        out,
+        (layout.num_records - done) * (layout.record_bytes + layout.scale_bytes)
+        + sum(each.nbytes for each in rest.values()),
+    )
     resumed = done
     try:
         moved = {} if order_LEI is None else records.ordered_biases(order_LEI)
         _write_skeleton(out / SKELETON_FOLDER, source, tensors, rest, moved, config)
-        with (out / EXPERTS_FILE).open("r+b") as experts, (out / CHECKSUMS_FILE).open("r+b") as journal:
-            experts.truncate(done * layout.record_bytes)
-            journal.truncate(done * layout.blocks * 4)
-            experts.seek(0, os.SEEK_END)
-            journal.seek(0, os.SEEK_END)
-            while done < layout.num_records:
-                layer, expert = divmod(done, layout.num_experts)
-                order_I = None if order_LEI is None else order_LEI[layer, expert]
-                _append(experts, journal, records.record(layer, expert, order_I), layout)
-                done += 1
-                progress("packing", done * layout.record_bytes, layout.total_bytes)
+        for done in _write_experts(out, resumed, records, layout, order_LEI, encode):
+            progress("packing", done * layout.record_bytes, layout.total_bytes)
     except OSError as error:
         raise ConfigError(
             f"cannot write {out}: {error.strerror or error}; {done} of {layout.num_records} experts are packed: free "
             "some space and run the same command again to continue"
         ) from error
-    write_text(out / HEADER_FILE, header_text(header, (out / CHECKSUMS_FILE).read_bytes(), about))
+    checksums, scales_bytes = (out / CHECKSUMS_FILE).read_bytes(), (out / SCALES_FILE).read_bytes()
+    write_text(out / HEADER_FILE, header_text(header, checksums, scales_bytes, about))
+    if not layout.scale_bytes:
+        (out / SCALES_FILE).unlink()
     (out / PACKING_FILE).unlink()
     return resumed
 
@@ -124,22 +127,52 @@ def experts_packed(out: Path) -> tuple[int, int] | None:
 
 
 def _written(out: Path, layout: StoreLayout) -> int:
-    return min(
-        (out / CHECKSUMS_FILE).stat().st_size // (layout.blocks * 4),
-        (out / EXPERTS_FILE).stat().st_size // layout.record_bytes,
-    )
+    written = {CHECKSUMS_FILE: layout.blocks * 4, EXPERTS_FILE: layout.record_bytes, SCALES_FILE: layout.scale_bytes}
+    return min((out / name).stat().st_size // each for name, each in written.items() if each)
+
+
+def _write_experts(
+    out: Path, done: int, records: Records, layout: StoreLayout, order_LEI: NDArray[Any] | None, encode: Encode | None
+) -> Iterator[int]:
+    """Write the experts from number `done` on; yields how many there are after each."""
+    with (
+        (out / EXPERTS_FILE).open("r+b") as experts,
+        (out / CHECKSUMS_FILE).open("r+b") as journal,
+        (out / SCALES_FILE).open("r+b") as scales,
+    ):
+        sizes = (layout.record_bytes, layout.blocks * 4, layout.scale_bytes)
+        for file, each in zip((experts, journal, scales), sizes, strict=True):
+            file.truncate(done * each)
+            file.seek(0, os.SEEK_END)
+        for number in range(done, layout.num_records):
+            layer, expert = divmod(number, layout.num_experts)
+            record = records.record(layer, expert, None if order_LEI is None else order_LEI[layer, expert])
+            if encode is not None:
+                record, scale_3I = _encoded(record, encode, layer, expert)
+                _write_through(scales, scale_3I)
+            _append(experts, journal, record, layout)
+            yield number + 1
 
 
 def _append(experts: BinaryIO, journal: BinaryIO, record_I3H: NDArray[Any], layout: StoreLayout) -> None:
     """Write one record, then, when it is on the disk, its checksums."""
     padded = np.zeros(layout.record_bytes, np.uint8)
     padded[: record_I3H.nbytes] = record_I3H.reshape(-1).view(np.uint8)
-    experts.write(padded.data)
-    experts.flush()
-    os.fsync(experts.fileno())
-    journal.write(np.array(block_checksums(padded.data, layout), "<u4").tobytes())
-    journal.flush()
-    os.fsync(journal.fileno())
+    _write_through(experts, padded)
+    _write_through(journal, np.array(block_checksums(padded.data, layout), "<u4"))
+
+
+def _encoded(record_I3H: NDArray[Any], encode: Encode, layer: int, expert: int) -> tuple[Any, NDArray[np.float32]]:
+    try:
+        return encode(record_I3H)
+    except CheckpointError as error:
+        raise CheckpointError(f"layer {layer}, expert {expert} {error}") from error
+
+
+def _write_through(file: BinaryIO, values: NDArray[Any]) -> None:
+    file.write(np.ascontiguousarray(values).data)
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _begin(out: Path, header: StoreHeader, fingerprint: str) -> int:
@@ -161,7 +194,7 @@ def _begin(out: Path, header: StoreHeader, fingerprint: str) -> int:
         write_text(packing, json.dumps(settings, indent=1) + "\n")
     elif parse_json(read_text(packing, ConfigError), packing, ConfigError) != settings:
         raise ConfigError(f"{out} holds an unfinished store of another model or order; remove it or name a new folder")
-    for name in (EXPERTS_FILE, CHECKSUMS_FILE):
+    for name in (EXPERTS_FILE, CHECKSUMS_FILE, SCALES_FILE):
         (out / name).touch()
     return _written(out, header.layout)
 

@@ -9,6 +9,9 @@ from functools import cached_property
 from coterie.checkpoint.expert_tensors import FLOAT_BYTES
 from coterie.errors import CheckpointError
 
+EIGHT_BITS = "I8"  # rows of integers, each with a scale that is resident (`eight_bits.py`)
+ELEMENT_BYTES = {**FLOAT_BYTES, EIGHT_BITS: 1}
+
 ALIGNMENT = 4096  # what O_DIRECT asks of offsets, lengths and memory on every common disk; also a page
 PARTS = 3  # gate row, up row, down column
 _BLOCKS = 16  # about so many blocks in an expert
@@ -26,7 +29,7 @@ class StoreLayout:
         num_experts: experts in a layer, E.
         width: neurons of an expert, I.
         hidden_size: elements of a row, H.
-        dtype: of the elements, as safetensors names it: "F32", "BF16", "F16" or "F64".
+        dtype: of the elements, as safetensors names it: "F32", "BF16", "F16", "F64" or "I8".
     """
 
     num_layers: int
@@ -36,8 +39,8 @@ class StoreLayout:
     dtype: str
 
     def __post_init__(self) -> None:
-        if self.dtype not in FLOAT_BYTES:
-            raise CheckpointError(f"experts of {self.dtype} cannot be stored; known: {', '.join(FLOAT_BYTES)}")
+        if self.dtype not in ELEMENT_BYTES:
+            raise CheckpointError(f"experts of {self.dtype} cannot be stored; known: {', '.join(ELEMENT_BYTES)}")
         for name in ("num_layers", "num_experts", "width", "hidden_size"):
             if getattr(self, name) < 1:
                 raise CheckpointError(f"{name} = {getattr(self, name)} in a store; it must be at least 1")
@@ -45,7 +48,7 @@ class StoreLayout:
     @cached_property
     def neuron_bytes(self) -> int:
         """Bytes of one neuron."""
-        return PARTS * self.hidden_size * FLOAT_BYTES[self.dtype]
+        return PARTS * self.hidden_size * ELEMENT_BYTES[self.dtype]
 
     @cached_property
     def block_neurons(self) -> int:
@@ -72,6 +75,11 @@ class StoreLayout:
     def num_records(self) -> int:
         """Experts of all layers."""
         return self.num_layers * self.num_experts
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of an expert's scales [3, I] in float32, which are no part of its record; 0 where it has none."""
+        return PARTS * self.width * 4 if self.dtype == EIGHT_BITS else 0
 
     @property
     def total_bytes(self) -> int:

@@ -50,6 +50,9 @@ def evaluate_model(
     widths: Annotated[
         Path | None, typer.Option("--widths", help="Run experts as wide as this plan says (coterie widths).")
     ] = None,
+    bits: Annotated[
+        int | None, typer.Option(help="8: round experts' weights as a store of coterie pack --bits 8 does.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's own.")] = None,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
@@ -59,12 +62,14 @@ def evaluate_model(
     Without --text, --domain and --tasks: on every shipped text. A changed model is compared with itself unchanged,
     unless there is a --reference.
     """
+    from coterie.checkpoint.eight_bits import require_bits
     from coterie.evaluate.quality import evaluate
     from coterie.models.load import load_model, load_tokenizer
 
     pruning = PruningOptions(prune, peak, rule, floor, topology, placement, fit, renormalise)
     pruning.check()
     plan = _plan(widths)
+    require_bits(bits)
     asked = _questions(tasks, task_data, limit)
     texts = _texts(text or [], domain or [], needed=not asked)
     tokenizer, loaded = load_tokenizer(model), load_model(model, dtype)
@@ -72,7 +77,7 @@ def evaluate_model(
     if reference is not None:
         other_tokenizer, other = load_tokenizer(reference), load_model(reference, dtype)
     with progress() as listen:
-        changes = [*pruning.changes(loaded, listen), *_width_changes(loaded, plan)]
+        changes = [*pruning.changes(loaded, listen), *_expert_changes(loaded, plan, bits)]
     result: dict[str, Any] = {"model": model, "reference": reference}
     if texts or not asked:
         with progress() as listen:
@@ -99,10 +104,10 @@ def _plan(file: Path | None) -> WidthPlan | None:
     return None if file is None else load_plan(file)
 
 
-def _width_changes(model: Any, plan: WidthPlan | None) -> list[Change]:
-    from coterie.evaluate.changes import widths
+def _expert_changes(model: Any, plan: WidthPlan | None, bits: int | None) -> list[Change]:
+    from coterie.evaluate.changes import rounding, widths
 
-    return [] if plan is None else [widths(model, plan)]
+    return [*([] if bits is None else [rounding()]), *([] if plan is None else [widths(model, plan)])]
 
 
 def _questions(tasks: str | None, folder: Path | None, limit: int | None) -> list[Questions]:

@@ -38,6 +38,9 @@ def pack(
     variant: Annotated[
         str | None, typer.Option("--variant", help="The importance to go by, one that the profile holds.")
     ] = None,
+    bits: Annotated[
+        int | None, typer.Option(help="8: round experts' weights to 8 bits, a scale a row: half the bytes of bfloat16.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write a store of experts, each readable at any width in one read, and everything else beside it."""
@@ -47,7 +50,7 @@ def pack(
 
     with progress() as listen, _saying_what_stays(out):
         loaded = None if profile is None else load_profile(profile)
-        packed = write(model, out, profile=loaded, variant=variant, progress=listen)
+        packed = write(model, out, profile=loaded, variant=variant, bits=bits, progress=listen)
     layout = packed.layout
     if as_json:
         emit_json(

@@ -11,6 +11,7 @@ from coterie.evaluate.change import Change
 from coterie.models.layers import spec_of
 from coterie.models.prune import Homes, prune_destinations
 from coterie.models.prune_counts import PruneCounter
+from coterie.models.rounding import rounded
 from coterie.models.width_counts import WidthCounter
 from coterie.models.widths import apply_widths, require_plan
 from coterie.placement.numbering import EXPERT_ORDER_KEY, expert_order_of_placement, require_same_numbering
@@ -111,6 +112,17 @@ def widths(model: Any, plan: WidthPlan) -> Change:
 
     told = {name: value for name, value in plan.settings.items() if name not in ("expected_bytes_by_layer", "profile")}
     return Change("widths", apply, {"policy": plan.policy, **told}, lambda: {"measured": _without_layers(counter)})
+
+
+def rounding() -> Change:
+    """Experts' weights in eight bits, as a store of `coterie pack --bits 8` holds them."""
+
+    @contextmanager
+    def apply(model: Any, sequences: Sequence[int] | None) -> Iterator[None]:
+        with rounded(model):
+            yield
+
+    return Change("rounding", apply, {"bits": 8})
 
 
 def require_shape(plan: WidthPlan, spec: MoESpec) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import coterie
+from coterie.checkpoint.eight_bits import in_eight_bits, require_bits
 from coterie.checkpoint.expert_records import ExpertRecords
 from coterie.checkpoint.expert_store import StoreHeader
 from coterie.checkpoint.pack_store import pack_store
 from coterie.checkpoint.reorder import refuse_quantised
 from coterie.checkpoint.safetensors_io import read_headers
-from coterie.checkpoint.store_layout import StoreLayout
+from coterie.checkpoint.store_layout import EIGHT_BITS, StoreLayout
 from coterie.errors import CheckpointError, ConfigError
 from coterie.families import read_config, text_part
 from coterie.files import refuse_own_folder
@@ -48,7 +50,7 @@ class Packed:
 
 def pack(
     model: str | Path, out: str | Path, *, profile: ModelProfile | None = None, variant: str | None = None,
-    progress: Progress = silent,
+    bits: int | None = None, progress: Progress = silent,
 ) -> Packed:  # fmt: skip
     """Write a store of a model's experts, each readable at any width in one read, and everything else beside it.
 
@@ -63,13 +65,17 @@ def pack(
         profile: of this model, for the order of neurons; None: they stay as they are, which is what a model that
             `coterie reorder` wrote needs.
         variant: the importance to go by; None: the default one.
+        bits: 8: experts' weights are rounded to integers with one scale a row (`checkpoint/eight_bits.py`), which
+            halves what is read of bfloat16 and changes outputs a little at any width; None: as they are.
         progress: told of every expert, in bytes.
 
     Raises:
         BackendUnavailable: without torch or transformers.
         CheckpointError: when the experts are quantised, damaged or not understood.
-        ConfigError: for another model's profile, a folder that holds something else, or too little space.
+        ConfigError: for another model's profile, a folder that holds something else, too little space, or bits
+            other than 8.
     """
+    require_bits(bits)
     source, target = resolve(model), Path(out)
     refuse_own_folder(source, target)
     config = read_config(source / "config.json")
@@ -81,12 +87,14 @@ def pack(
     _require_dtype(skeleton, records.layout.dtype, source)
     order = None if profile is None else _order(profile, variant, identity, config, source, records.layout)
     digest = config.get(ORDER_KEY) if order is None else order_digest(order.order_LEI)
-    header = StoreHeader(spec, identity, digest, None if order is None else order.variant, records.layout)
+    layout = records.layout if bits is None else replace(records.layout, dtype=EIGHT_BITS)
+    header = StoreHeader(spec, identity, digest, None if order is None else order.variant, layout)
     resumed = pack_store(
         target, source, tensors, records, header, None if order is None else order.order_LEI,
         config if digest is None else {**config, ORDER_KEY: digest}, {"coterie": coterie.__version__}, progress,
+        None if bits is None else partial(in_eight_bits, dtype=records.layout.dtype),
     )  # fmt: skip
-    return Packed(target, records.layout, digest, header.variant, resumed)
+    return Packed(target, layout, digest, header.variant, resumed)
 
 
 def _require_dtype(skeleton: Any, stored: str, source: Path) -> None:

@@ -16,7 +16,9 @@ from coterie.checkpoint.store_layout import PARTS, StoreLayout
 from coterie.errors import BudgetError
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+TYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8,
+}  # fmt: skip
 
 
 class Memory(Protocol):

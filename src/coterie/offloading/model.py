@@ -102,7 +102,8 @@ def offload(
     model = places.put(load_skeleton(opened.skeleton))
     layers = _layers(model, opened)
     choice = _choice(model, opened, widths, use_cached, skip_misses)
-    gates, biases = [gate_of(layer.experts) for layer in layers], [biases_of(layer.experts) for layer in layers]
+    gates, scales = [gate_of(layer.experts) for layer in layers], _scales(opened, model.device)
+    biases = [biases_of(layer.experts, scales[layer.index]) for layer in layers]
     cache = ExpertCache(evictions.shape, blocks, evictions)
     memory, link = places.memory_and_link(blocks, check, direct, bandwidth, timeline, timeout)
     runtime = Runtime(
@@ -114,6 +115,15 @@ def offload(
     model.stats, model.close, model.warm = runtime.stats, runtime.close, runtime.warm
     weakref.finalize(model, runtime.close)
     return model
+
+
+def _scales(store: ExpertStore, device: Any) -> list[Tensor | None]:
+    """Each layer's scales [E, 3, I]; None where the store has none."""
+    if store.scale_LE3I is None:
+        return [None] * store.layout.num_layers
+    from torch import from_numpy
+
+    return [from_numpy(scale_E3I).to(device) for scale_E3I in store.scale_LE3I]
 
 
 def _layers(model: Any, store: ExpertStore) -> list[MoELayer]:

@@ -13,21 +13,26 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from coterie.ops.eight_bits import down_of, gate_up_of
+
 Gate = Callable[[Tensor], Tensor]
 """(all of gate, then all of up [.., 2k]) -> [.., k]."""
 
 
 @dataclass(frozen=True)
 class Biases:
-    """The biases of one layer's experts, neurons in the records' order.
+    """What is resident of one layer's experts beside their records: biases and scales, neurons in the records' order.
 
     Attributes:
-        gate_up_E2I: [E, 2, I] of gate, and of up.
-        down_EH: [E, H].
+        gate_up_E2I: [E, 2, I] biases of gate, and of up; None: there are none.
+        down_EH: [E, H] biases; None with the others.
+        scale_E3I: [E, 3, I] float32, what each gate row, up row and down column of integers is to be multiplied by;
+            None: records hold the weights themselves.
     """
 
-    gate_up_E2I: Tensor
-    down_EH: Tensor
+    gate_up_E2I: Tensor | None = None
+    down_EH: Tensor | None = None
+    scale_E3I: Tensor | None = None
 
 
 def gate_of(experts: Any) -> Gate:
@@ -42,13 +47,13 @@ def gate_of(experts: Any) -> Gate:
     return gate
 
 
-def biases_of(experts: Any) -> Biases | None:
-    """The biases of a Transformers experts module; None where it has none."""
+def biases_of(experts: Any, scale_E3I: Tensor | None = None) -> Biases | None:
+    """The biases of a Transformers experts module, with the scales of its records; None where it has neither."""
     if not experts.has_bias:
-        return None
+        return None if scale_E3I is None else Biases(scale_E3I=scale_E3I)
     both = experts.gate_up_proj_bias
     parts = both.chunk(2, dim=-1) if experts.is_concatenated else (both[:, ::2], both[:, 1::2])
-    return Biases(torch.stack(parts, dim=1), experts.down_proj_bias)
+    return Biases(torch.stack(parts, dim=1), experts.down_proj_bias, scale_E3I)
 
 
 def run_record(
@@ -73,11 +78,21 @@ def run_record(
         [N, H].
     """
     prefix_k3H = record_I3H[first:width]
-    bias_2k = (None, None) if biases is None else biases.gate_up_E2I[expert, :, first:width]
-    both_N2k = torch.cat([linear(x_NH, prefix_k3H[:, part], bias_2k[part]) for part in (0, 1)], dim=-1)
+    biases = biases or _NOTHING
+    bias_2k = (None, None) if biases.gate_up_E2I is None else biases.gate_up_E2I[expert, :, first:width]
+    scale_3k = None if biases.scale_E3I is None else biases.scale_E3I[expert, :, first:width]
+    if scale_3k is None:
+        both_N2k = torch.cat([linear(x_NH, prefix_k3H[:, part], bias_2k[part]) for part in (0, 1)], dim=-1)
+    else:
+        both_N2k = gate_up_of(x_NH, prefix_k3H, scale_3k)
+        if biases.gate_up_E2I is not None:
+            both_N2k = both_N2k + biases.gate_up_E2I[expert, :, first:width].reshape(-1)
     hidden_Nk = gate(both_N2k)
     if width_N is not None:
         beyond_Nk = torch.arange(first, width, device=width_N.device) >= width_N[:, None]
         hidden_Nk = hidden_Nk.masked_fill(beyond_Nk, 0)
-    output_NH = hidden_Nk @ prefix_k3H[:, 2]
-    return output_NH if biases is None or first > 0 else output_NH + biases.down_EH[expert]
+    output_NH = hidden_Nk @ prefix_k3H[:, 2] if scale_3k is None else down_of(hidden_Nk, prefix_k3H, scale_3k)
+    return output_NH if biases.down_EH is None or first > 0 else output_NH + biases.down_EH[expert]
+
+
+_NOTHING = Biases()

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import zlib
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from coterie.checkpoint import pack_store as packing
+from coterie.checkpoint.eight_bits import in_eight_bits
 from coterie.checkpoint.expert_records import ExpertRecords
 from coterie.checkpoint.expert_store import StoreHeader, open_store
 from coterie.checkpoint.pack_store import pack_store
@@ -47,10 +50,13 @@ def checkpoint(tmp_path: Path) -> Path:
     return folder
 
 
-def pack(folder: Path, out: Path, order_LEI: Any = None, **options: Any) -> int:
+def pack(folder: Path, out: Path, order_LEI: Any = None, bits: int | None = None, **options: Any) -> int:
     tensors = read_headers(folder)
     records = ExpertRecords(tensors, "mixtral", (0, 1), (LAYERS, EXPERTS, WIDTH, HIDDEN))
-    header = StoreHeader(SPEC, "0123", None, None, records.layout)
+    layout = records.layout
+    if bits is not None:
+        layout, options["encode"] = replace(layout, dtype="I8"), partial(in_eight_bits, dtype=layout.dtype)
+    header = StoreHeader(SPEC, "0123", None, None, layout)
     config = json.loads((folder / "config.json").read_text())
     return pack_store(out, folder, tensors, records, header, order_LEI, config, {}, **options)
 
@@ -118,24 +124,27 @@ from pathlib import Path
 def progress(what, done, total):
     if done >= 3 * total // 8:
         os.kill(os.getpid(), signal.SIGKILL)
-here.pack(Path({model!r}), Path({out!r}), here.some_order(), progress=progress)
+here.pack(Path({model!r}), Path({out!r}), here.some_order(), {bits}, progress=progress)
 """
 
 
-def test_what_kill_9_interrupts_is_taken_up_again(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("bits", [None, 8])
+def test_what_kill_9_interrupts_is_taken_up_again(bits: int | None, checkpoint: Path, tmp_path: Path) -> None:
     out, whole = tmp_path / "store", tmp_path / "whole"
-    script = _KILLED.format(here=str(Path(__file__).parent), model=str(checkpoint), out=str(out))
+    script = _KILLED.format(here=str(Path(__file__).parent), model=str(checkpoint), out=str(out), bits=bits)
     path = os.pathsep.join(path for path in sys.path if path)
     ended = subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path}, check=False)
     assert ended.returncode == -signal.SIGKILL
     with pytest.raises(CheckpointError, match="not finished; run the same coterie pack again"):
         open_store(out)
-    for name in ("experts.bin", "checksums.bin"):  # the write that the kill cut short
+    files = ("experts.bin", "checksums.bin", *(["scales.bin"] if bits else []))
+    for name in files:  # the write that the kill cut short
         with (out / name).open("ab") as file:
             file.write(b"torn")
-    assert pack(checkpoint, out, some_order()) == 3
-    pack(checkpoint, whole, some_order())
-    for name in ("experts.bin", "checksums.bin", "store.json", "model/model.safetensors"):
+    assert pack(checkpoint, out, some_order(), bits) == 3
+    pack(checkpoint, whole, some_order(), bits)
+    assert {file.name for file in out.iterdir()} == {*files, "store.json", "model"}
+    for name in (*files, "store.json", "model/model.safetensors"):
         assert (out / name).read_bytes() == (whole / name).read_bytes()
     assert not (out / "packing.json").exists()
 

@@ -156,3 +156,15 @@ def test_a_missing_tokenizer_and_another_vocabulary(run: Run, tiny_checkpoint: A
     code, _, err = run(*ON_TEXT, "--reference", other)
     assert code == 2
     assert "the reference has another vocabulary: 2 of" in err
+
+
+def test_rounded_experts_are_told_and_measured(run: Run) -> None:
+    code, out, _ = run(*ON_TEXT, "--bits", 8, "--dtype", "float32", "--json")
+    result = json.loads(out)
+    assert code == 0
+    assert result["changes"] == [{"name": "rounding", "bits": 8}]
+    assert 0 < result["kl"] < 1e-2
+    code, out, err = run(*ON_TEXT, "--bits", 4)
+    assert (code, out) == (2, "")
+    assert "experts in 4 bits are not supported; give 8" in err
+    assert err.count("\n") == 1

@@ -85,3 +85,22 @@ def test_a_disk_that_is_full_ends_in_one_line_and_is_taken_up_again(tiny_checkpo
     assert "free some space and run the same command again to continue" in err
     assert coterie.pack(folder, out).resumed == packed
     open_store(out)
+
+
+def test_eight_bits_are_asked_for_by_name(
+    tiny_checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(bits: int) -> tuple[Any, str, str]:
+        words = ["coterie", "pack", str(tiny_checkpoint("mixtral")), "--out", str(tmp_path / f"{bits}"), "--json"]
+        monkeypatch.setattr(sys, "argv", [*words, "--bits", str(bits)])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        return stopped.value.code, *capsys.readouterr()
+
+    code, out, _ = run(8)
+    assert code == 0
+    assert '"dtype": "I8"' in out
+    code, out, err = run(3)
+    assert (code, out) == (2, "")
+    assert "experts in 3 bits are not supported" in err
+    assert not (tmp_path / "3").exists()

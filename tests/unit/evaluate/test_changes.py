@@ -138,3 +138,22 @@ def test_bad_input_is_one_clear_error(model: Any, make_trace: Any) -> None:
         pruning(model, RuleChoice("cap", peak=0.3), topology=TWO)
     with pytest.raises(TraceError, match="has 2 MoE layers of 16 experts, top-4, the model 2 of 4, top-2"):
         pruning(model, RuleChoice("priced", 0.3), topology=TWO, trace=make_trace())
+
+
+def test_rounding_costs_next_to_nothing_and_is_undone() -> None:
+    """Eight bits, and the same weights afterwards."""
+    import torch
+
+    from coterie import data
+    from coterie.evaluate.changes import rounding
+    from coterie.models.layers import find_moe_layers
+    from coterie.models.load import load_model, load_tokenizer
+    from coterie.study.measure import Bench, window_ids
+
+    model, tokenizer = load_model("tiny-qwen3-moe", "float32"), load_tokenizer("tiny-qwen3-moe")
+    ids, _ = window_ids(tokenizer, {"prose": data.text("prose")[:6000]}, 64, (0.0, 1.0), limit=6)
+    before = [layer.experts.down_proj.clone() for layer in find_moe_layers(model)]
+    measured = Bench(model, ids).measure([rounding()])
+    assert 0 < measured.kl < 1e-3
+    after = [layer.experts.down_proj for layer in find_moe_layers(model)]
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +40,21 @@ def test_outputs_are_the_hosts_bit_for_bit(
     stats = model.stats()
     assert device.taken <= stats.budget_bytes, "blocks, scratch and staging"
     assert stats.peak_expert_bytes <= stats.budget_bytes
+
+
+def test_experts_in_eight_bits_run_on_a_device_as_on_the_host(
+    small: Any, make_device: Any, prompts: Any, tmp_path: Path
+) -> None:
+    import torch
+
+    coterie.pack(small.folder, tmp_path / "store", profile=small.profile, bits=8)
+    model = coterie.offload(tmp_path / "store", "60%", device=make_device(), threads=1, check=True)
+    host = coterie.offload(tmp_path / "store", "100%", check=True)
+    for ids in (prompts, prompts[:1, :3], prompts[:, 5:6]):
+        assert torch.equal(logits(model, ids), logits(host, ids))
+    assert model.stats().misses > 0
+    for each in (model, host):
+        each.close()
 
 
 @pytest.mark.parametrize("name", ["value", "crisp"])

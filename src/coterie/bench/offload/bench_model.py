@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import tempfile
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 import coterie
+from coterie.checkpoint.eight_bits import in_eight_bits
 from coterie.checkpoint.expert_store import ExpertStore, StoreHeader, open_store
 from coterie.checkpoint.expert_tensors import neuron_axes
 from coterie.checkpoint.pack_store import is_finished, pack_store
 from coterie.checkpoint.safetensors_io import read_headers
-from coterie.checkpoint.store_layout import PARTS, StoreLayout
+from coterie.checkpoint.store_layout import EIGHT_BITS, PARTS, StoreLayout
 from coterie.errors import ConfigError
 from coterie.families import read_config
 from coterie.models.backend import import_transformers, quiet
@@ -63,6 +65,15 @@ class BenchShape:
         """Of its store, in bfloat16."""
         return StoreLayout(self.layers, self.experts, self.width, self.hidden, "BF16")
 
+    def layout_in(self, bits: int | None) -> StoreLayout:
+        """Of its store in so many bits; None: as they are."""
+        return self.layout if bits is None else replace(self.layout, dtype=EIGHT_BITS)
+
+    def share_in(self, share: float, bits: int | None) -> float:
+        """The share of its experts in so many bits that fit where a share of them as they are does, scales counted."""
+        own = self.layout_in(bits)
+        return min(1.0, (share * self.layout.total_bytes - own.num_records * own.scale_bytes) / own.total_bytes)
+
 
 def bench_shape(spec: MoESpec) -> BenchShape:
     """The shape to time a model's routing with.
@@ -76,7 +87,9 @@ def bench_shape(spec: MoESpec) -> BenchShape:
     return BenchShape(spec.num_layers, spec.num_experts, spec.top_k, hidden, width)
 
 
-def make_bench_store(out: Path, shape: BenchShape, seed: int = 0, progress: Progress = silent) -> ExpertStore:
+def make_bench_store(
+    out: Path, shape: BenchShape, seed: int = 0, progress: Progress = silent, bits: int | None = None
+) -> ExpertStore:  # fmt: skip
     """Write a store of random experts and its skeleton; one that is there already and of this shape is used again.
 
     Experts are written one at a time as `coterie pack` writes them, checksums included; no checkpoint is in between.
@@ -86,12 +99,13 @@ def make_bench_store(out: Path, shape: BenchShape, seed: int = 0, progress: Prog
         shape: of the model.
         seed: of the weights.
         progress: told of every expert, in bytes.
+        bits: 8: rounded to eight bits; None: bfloat16.
 
     Raises:
         ConfigError: when the folder holds something else, or the disk is too small.
     """
     if is_finished(out):
-        return _opened(out, shape)
+        return _opened(out, shape, bits)
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch)
         spec, config = _write_skeleton(source, shape, seed)
@@ -99,10 +113,11 @@ def make_bench_store(out: Path, shape: BenchShape, seed: int = 0, progress: Prog
         tensors = read_headers(source)
         names = neuron_axes(tensors, config["model_type"], spec.layer_ids, (shape.layers, shape.experts, _PLACEHOLDER))
         width_key = "intermediate_size" if shape.coarse else "moe_intermediate_size"
-        header = StoreHeader(replace(spec, model=_name(shape)), identity, None, None, shape.layout)
+        header = StoreHeader(replace(spec, model=_name(shape)), identity, None, None, shape.layout_in(bits))
         pack_store(
             out, source, tensors, RandomRecords(shape.layout, seed, frozenset(names)), header, None,
             {**config, width_key: shape.width}, {"coterie": coterie.__version__, "random_weights": True}, progress,
+            None if bits is None else partial(in_eight_bits, dtype=shape.layout.dtype),
         )  # fmt: skip
     return open_store(out)
 
@@ -164,9 +179,9 @@ def _name(shape: BenchShape) -> str:
     return f"random-{kind}-{shape.layers}x{shape.experts}-top{shape.top_k}-H{shape.hidden}-I{shape.width}"
 
 
-def _opened(out: Path, shape: BenchShape) -> ExpertStore:
+def _opened(out: Path, shape: BenchShape, bits: int | None) -> ExpertStore:
     store = open_store(out)
-    if store.layout != shape.layout or store.header.spec.model != _name(shape):
+    if store.layout != shape.layout_in(bits) or store.header.spec.model != _name(shape):
         raise ConfigError(
             f"{out} holds a store of {store.header.spec.model}, the routing needs {_name(shape)}; name another folder"
         )

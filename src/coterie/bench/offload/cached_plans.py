@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from coterie.bench.offload.bench_model import BenchShape
 from coterie.bench.offload.lanes import Lane, Ran, run_lanes
 from coterie.bench.offload.plans import ALLOWED, Measured, Plans, upper
-from coterie.checkpoint.store_layout import StoreLayout
 from coterie.errors import BudgetError
+from coterie.models.rounding import rounded
 from coterie.progress import Progress, silent
 from coterie.pruning.width_planning import plan_widths
 from coterie.study.measure import Bench, bootstrap
 
-CACHED, SKIPPED = "value 1.5% + cached", "skip-on-miss"
+CACHED, CACHED_8_BITS, SKIPPED = "value 1.5% + cached", "value 1.5% + cached in 8 bits", "skip-on-miss"
 _TRIES = 4
 _SEQUENCES = 4
 _CALIBRATION_WINDOWS = 16
@@ -32,13 +34,13 @@ class CachedPlans:
 
     Args:
         plans: widths that do not depend on what is cached.
-        layout: of the store that will be timed.
-        shares: budgets.
+        shape: of the model that will be timed.
+        shares: budgets, of its experts as they are.
         progress: told of every pass.
     """
 
     plans: Plans
-    layout: StoreLayout
+    shape: BenchShape
     shares: tuple[float, ...]
     progress: Progress = silent
     _made: dict[str, dict[float, Measured]] = field(default_factory=dict)
@@ -46,12 +48,13 @@ class CachedPlans:
     def get(self, name: str, share: float) -> Measured:
         """What `name` costs at a budget, and what it chose."""
         if name not in self._made:
-            if name == CACHED:
+            bits = 8 if name == CACHED_8_BITS else None
+            if name in (CACHED, CACHED_8_BITS):
                 plain = self.plans.get("value 1.5%").plan
                 most = 1.0 if plain is None else float(plain.settings["expected_bytes"])
-                self._made[name] = self._choose(self._cached, _LEAST_BYTES, most)
+                self._made[name] = self._choose(self._cached, _LEAST_BYTES, most, bits)
             else:
-                self._made[name] = self._choose(self._skipped, -_LARGEST_F, 0.0)
+                self._made[name] = self._choose(self._skipped, -_LARGEST_F, 0.0, bits)
         return self._made[name][share]
 
     def to_json(self) -> Mapping[str, Any]:
@@ -71,13 +74,15 @@ class CachedPlans:
     def _skipped(self, share: float, strength: float) -> Lane:
         return Lane(share, None, skip_misses=-strength)
 
-    def _choose(self, lane: Callable[[float, float], Lane], least: float, most: float) -> dict[float, Measured]:
+    def _choose(
+        self, lane: Callable[[float, float], Lane], least: float, most: float, bits: int | None
+    ) -> dict[float, Measured]:
         """By bisection for all budgets at once; a larger strength costs less loss, `most` little enough."""
         low, high = dict.fromkeys(self.shares, least), dict.fromkeys(self.shares, most)
         costs = dict.fromkeys(self.shares, 0.0)
         for _ in range(_TRIES):
             middle = {share: (low[share] + high[share]) / 2 for share in self.shares}
-            ran = self._run({share: lane(share, middle[share]) for share in self.shares}, calibration=True)
+            ran = self._run({share: lane(share, middle[share]) for share in self.shares}, bits, calibration=True)
             for share, each in ran.items():
                 rise_WS = self._rise(each, self.plans.context.calibration)
                 if upper(rise_WS) <= ALLOWED["value 1.5%"]:
@@ -85,7 +90,7 @@ class CachedPlans:
                 else:
                     low[share] = middle[share]
         chosen = {share: lane(share, high[share]) for share in self.shares}
-        ran = self._run(chosen, calibration=False)
+        ran = self._run(chosen, bits, calibration=False)
         return {share: self._measured(chosen[share], each, costs[share]) for share, each in ran.items()}
 
     def _measured(self, lane: Lane, ran: Ran, calibrated: float) -> Measured:
@@ -112,11 +117,11 @@ class CachedPlans:
         picked: NDArray[np.int64] = np.linspace(0, count - 1, min(count, _CALIBRATION_WINDOWS)).round().astype(np.int64)
         return picked
 
-    def _run(self, lanes: Mapping[float, Lane], calibration: bool) -> dict[float, Ran]:
-        context = self.plans.context
+    def _run(self, lanes: Mapping[float, Lane], bits: int | None, calibration: bool) -> dict[float, Ran]:
+        context, layout = self.plans.context, self.shape.layout_in(bits)
+        own = [replace(lane, share=self.shape.share_in(lane.share, bits)) for lane in lanes.values()]
         ids_WN = context.calibration.ids_WN[self._calibration()] if calibration else context.bench.ids_WN
         sequences = max(count for count in range(1, _SEQUENCES + 1) if len(ids_WN) % count == 0)
-        ran = run_lanes(
-            context.model, ids_WN, list(lanes.values()), self.layout, context.profile.width, sequences, self.progress
-        )  # fmt: skip
+        with nullcontext() if bits is None else rounded(context.model):
+            ran = run_lanes(context.model, ids_WN, own, layout, context.profile.width, sequences, self.progress)
         return dict(zip(lanes, ran, strict=True))

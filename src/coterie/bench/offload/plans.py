@@ -12,7 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.bench.offload.decisions import Decisions, record_decisions
+from coterie.bench.offload.systems import ROUNDED
 from coterie.errors import BudgetError
+from coterie.evaluate.changes import rounding
+from coterie.models.rounding import rounded
 from coterie.pruning.width_plan import WidthPlan
 from coterie.pruning.width_planning import plan_widths
 from coterie.study.measure import bootstrap
@@ -78,12 +81,22 @@ class Plans:
         """Widths of this name, see `systems.width_systems`; None: full width."""
         key = name or ""
         if key not in self._made:
-            self._made[key] = self._measure(self._plan(name))
+            self._made[key] = self._rounded() if name == ROUNDED else self._measure(self._plan(name))
         return self._made[key]
 
     def made(self) -> Mapping[str, Measured]:
         """All that were asked for, but full width."""
         return {name: each for name, each in self._made.items() if name}
+
+    def _rounded(self) -> Measured:
+        """Full width in eight bits."""
+        context = self.context
+        with rounded(context.model):
+            decisions = record_decisions(context.model, context.bench.ids_WN)
+        held_out, calibrated = (each.measure([rounding()], ROUNDED) for each in (context.bench, context.calibration))
+        return Measured(
+            None, held_out.increase, held_out.interval(context.seed), calibrated.increase, decisions
+        )  # fmt: skip
 
     def _plan(self, name: str | None) -> WidthPlan | None:
         if name is None:

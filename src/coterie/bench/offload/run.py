@@ -7,8 +7,9 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,15 @@ from coterie.bench.offload.decisions import Decisions, decisions_of_trace
 from coterie.bench.offload.plans import SIZE, Measured, Plans
 from coterie.bench.offload.schedules import schedules
 from coterie.bench.offload.studies import Bench, batches, lengths, scheduling
-from coterie.bench.offload.systems import System, cached_systems, chosen_systems, lossless_systems, width_systems
-from coterie.bench.offload.table import Quality, Setting, measure_table
+from coterie.bench.offload.systems import (
+    System,
+    cached_systems,
+    chosen_systems,
+    lossless_systems,
+    rounded_systems,
+    width_systems,
+)
+from coterie.bench.offload.table import Quality, Rounded, Setting, measure_table
 from coterie.bench.offload.targets import asked_of
 from coterie.checkpoint.expert_store import ExpertStore
 from coterie.checkpoint.store_layout import StoreLayout
@@ -81,7 +89,7 @@ def source_of_model(
         "calibration_tokens": int(context.calibration.ids_WN.numel()), "window": size.window,
     }  # fmt: skip
     spec = context.profile.spec
-    systems = [*lossless_systems(spec.top_k), *width_systems(), *cached_systems()]
+    systems = [*lossless_systems(spec.top_k), *width_systems(), *cached_systems(), *rounded_systems()]
     return Source(spec, lambda system, share: plans.get(system.widths), systems, about, plans)
 
 
@@ -94,7 +102,7 @@ def source_of_trace(trace: RoutingTrace, name: str) -> Source:
 
 @contextmanager
 def bench_store(
-    shape: BenchShape, keep: Path | None = None, seed: int = 0, progress: Progress = silent
+    shape: BenchShape, keep: Path | None = None, seed: int = 0, progress: Progress = silent, bits: int | None = None
 ) -> Iterator[ExpertStore]:  # fmt: skip
     """The store to time, removed afterwards unless it is kept.
 
@@ -103,16 +111,18 @@ def bench_store(
         keep: where it stays, and where one that is there is used again; None: a temporary folder.
         seed: of its weights.
         progress: told of the writing.
+        bits: 8: in eight bits, kept beside the other; None: bfloat16.
 
     Raises:
         ConfigError: when the disk is too small, or the folder holds something else.
     """
     if keep is not None:
-        yield make_bench_store(keep, shape, seed, progress)
+        beside = keep if bits is None else keep.with_name(f"{keep.name}.{bits}bits")
+        yield make_bench_store(beside, shape, seed, progress, bits)
         return
     folder = Path(tempfile.mkdtemp(prefix="coterie-bench-"))
     try:
-        yield make_bench_store(folder / "store", shape, seed, progress)
+        yield make_bench_store(folder / "store", shape, seed, progress, bits)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -196,13 +206,17 @@ def run_bench(
     require_tokens(setting, source.full.decisions)
     cached = None
     if source.plans is not None:
-        cached = CachedPlans(source.plans, shape.layout, tuple(setting.budgets.values()), progress)
+        cached = CachedPlans(source.plans, shape, tuple(setting.budgets.values()), progress)
 
     def quality(system: System, share: float) -> Measured:
         return cached.get(system.name, share) if cached and system.by_budget else source.quality(system, share)
 
-    with bench_store(shape, keep, setting.seed, progress) as store:
-        rows = measure_table(store, chosen, quality, setting, progress)
+    with ExitStack() as stack:
+        store, rounded = stack.enter_context(bench_store(shape, keep, setting.seed, progress)), None
+        if any(system.bits for system in chosen):
+            own = stack.enter_context(bench_store(shape, keep, setting.seed, progress, bits=8))
+            rounded = Rounded(own, partial(shape.share_in, bits=8))
+        rows = measure_table(store, chosen, quality, setting, progress, rounded)
         bench = Bench(store, quality, source.plans, setting, source.spec.top_k, progress)
         found = {name: STUDIES[name](bench) for name in studies}
         layout = store.layout

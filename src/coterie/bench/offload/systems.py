@@ -11,6 +11,7 @@ from coterie.policies.registry import DEFAULT
 
 FULL, LOSSLESS = "full", "lossless"
 MOE_OFFLOAD = ("moe-offload-lru", "moe-offload-lru-layer")
+ROUNDED = "8 bits"  # widths of systems at full width that read a store in eight bits
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class System:
         widths: which widths of `plans.Plans` its experts run at; None: full.
         options: further arguments of `coterie.offload`.
         by_budget: whether it runs differently at every budget.
+        bits: 8: it reads a store in eight bits, within the same bytes; None: one of the weights as they are.
         budget_experts: memory in experts instead of the budget; None: the budget.
         about: what it is, in a few words.
     """
@@ -34,6 +36,7 @@ class System:
     widths: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     by_budget: bool = False
+    bits: int | None = None
     budget_experts: int | None = None
     about: str = ""
 
@@ -74,7 +77,18 @@ def cached_systems() -> list[System]:
     return [
         System("value 1.5% + cached", widths="value 1.5% + cached", by_budget=True,
                about="value widths, and what is resident beyond them for free; at most 1.5%"),
+        System("value 1.5% + cached in 8 bits", widths="value 1.5% + cached in 8 bits", by_budget=True, bits=8,
+               about="the same from a store in eight bits; at most 1.5%, rounding included"),
         System("skip-on-miss", by_budget=True, about="full width; light experts that miss are skipped; at most 1.5%"),
+    ]  # fmt: skip
+
+
+def rounded_systems() -> list[System]:
+    """Those at full width that read a store in eight bits; they cost what rounding does."""
+    return [
+        System("lru by layer in 8 bits", "lru-layer-whole", "fifo", ROUNDED, {"pieces": False}, bits=8,
+               about="MoE-Offload's cache, from a store in eight bits"),
+        System("full width in 8 bits", widths=ROUNDED, bits=8, about="ours at full width, from a store in eight bits"),
     ]  # fmt: skip
 
 

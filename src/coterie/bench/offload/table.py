@@ -51,20 +51,35 @@ class Setting:
         return segments(len(decisions), self.rounds, each + 1, int(len(decisions) * _WARM))
 
 
+@dataclass(frozen=True)
+class Rounded:
+    """The model to time in eight bits.
+
+    Attributes:
+        store: of it.
+        share: from a budget, as a share of all experts as they are, to the share of them in eight bits that it holds.
+    """
+
+    store: ExpertStore
+    share: Callable[[float], float]
+
+
 @dataclass(eq=False)
 class Cell:
-    """One system at one budget."""
+    """One system at one budget; `share` is of all experts of its own store."""
 
     system: System
     budget: str
     share: float
     measured: Measured
     decisions: Decisions
+    store: ExpertStore
     rounds: list[Round] = field(default_factory=list)
 
 
 def measure_table(
-    store: ExpertStore, systems: Sequence[System], quality: Quality, setting: Setting, progress: Progress = silent
+    store: ExpertStore, systems: Sequence[System], quality: Quality, setting: Setting, progress: Progress = silent,
+    rounded: Rounded | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Time every system at every budget on recorded tokens, in turns, and set it beside its bounds.
 
@@ -74,6 +89,7 @@ def measure_table(
         quality: what each costs, and what it chose.
         setting: how.
         progress: told of every round.
+        rounded: the same model in eight bits, for systems that read that.
 
     Returns:
         rows, ready for JSON.
@@ -84,28 +100,48 @@ def measure_table(
             if system.budget_experts is not None and any(cell.system is system for cell in cells):
                 continue  # it has the same memory at every budget
             measured = quality(system, share)
-            cells.append(Cell(system, budget, share, measured, measured.decisions.scaled(store.layout.width)))
+            decisions, own, of = measured.decisions.scaled(store.layout.width), share, store
+            if system.bits is not None:
+                assert rounded is not None, "a store in eight bits for systems that read one"
+                own, of = rounded.share(share), rounded.store
+            cells.append(Cell(system, budget, own, measured, decisions, of))
     rounds, done = setting.segments(cells[0].decisions), 0
     for rows_S in rounds:
         for cell in cells:
             options = cell.measured.options
             cell.rounds.append(
                 time_round(
-                    store, cell.system, cell.share, cell.decisions, rows_S, setting.bandwidth, setting.seed, options
+                    cell.store,
+                    cell.system,
+                    cell.share,
+                    cell.decisions,
+                    rows_S,
+                    setting.bandwidth,
+                    setting.seed,
+                    options,
                 )
             )
             done += 1
             progress("timing", done, len(rounds) * len(cells))
-    computing = _computing(store, cells, rounds, setting)
+    computing = _computing(cells, rounds, setting)
     bandwidth = setting.bandwidth or max(_link(cell) for cell in cells)
-    rows = [_row(store, cell, computing[id(cell.measured)], rounds, bandwidth) for cell in cells]
+    record_bytes = store.layout.blocks * store.layout.block_bytes
+    rows = [_row(cell, computing[id(cell.measured)], rounds, bandwidth, record_bytes) for cell in cells]
     return _compared(rows, cells, setting)
 
 
-def _computing(
+def _computing(cells: Sequence[Cell], rounds: Sequence[NDArray[Any]], setting: Setting) -> dict[int, float]:
+    """Seconds a token takes with everything resident, by what runs; where it does not fit, without the waiting."""
+    found: dict[int, float] = {}
+    for folder in dict.fromkeys(cell.store.folder for cell in cells):
+        own = [cell for cell in cells if cell.store.folder == folder]
+        found |= _computing_from(own[0].store, own, rounds, setting)
+    return found
+
+
+def _computing_from(
     store: ExpertStore, cells: Sequence[Cell], rounds: Sequence[NDArray[Any]], setting: Setting
 ) -> dict[int, float]:
-    """Seconds a token takes with everything resident, by what runs; where it does not fit, without the waiting."""
     distinct = {id(cell.measured): cell.decisions for cell in cells}
     if store.layout.total_bytes > _FITS * available_bytes():
         return {key: min(_without_waiting(cell) for cell in cells if id(cell.measured) == key) for key in distinct}
@@ -133,16 +169,17 @@ def _link(cell: Cell) -> float:
 
 
 def _row(
-    store: ExpertStore, cell: Cell, computing: float, rounds: Sequence[NDArray[Any]], bandwidth: float
+    cell: Cell, computing: float, rounds: Sequence[NDArray[Any]], bandwidth: float, record_bytes: int
 ) -> dict[str, Any]:
-    layout, uses = store.layout, cell.decisions.uses(store.layout)
-    blocks = budget_bytes(cell.system, cell.share, store) // layout.block_bytes
+    """Its figures; shares are of what full offload reads, experts of `record_bytes` as they are."""
+    layout, uses = cell.store.layout, cell.decisions.uses(cell.store.layout)
+    blocks = budget_bytes(cell.system, cell.share, cell.store) // layout.block_bytes
     policy, factor = make_policy(cell.system.policy, uses.shape), cell.measured.options.get("skip_misses", 0)
     read_T = reads_of(uses, policy, blocks, cell.decisions.weights_TLK, factor)
     certain = replace(uses, blocks_TLK=certain_blocks(uses, cell.decisions.weights_TLK, factor))
     belady_T = reads_of(certain, Belady(uses.shape, uses.ids_TLK, certain.blocks_TLK), blocks)
     timed, counted = np.concatenate([rows_S[1:] for rows_S in rounds]), slice(int(len(read_T) * _WARM), None)
-    whole = int(uses.chosen_T[0]) * layout.blocks  # blocks that full offload reads for a token
+    whole = int(uses.chosen_T[0]) * record_bytes / layout.block_bytes  # in blocks: what full offload reads a token
     loaded = sum(each.stats.loaded_bytes for each in cell.rounds)
     lossless = cell.decisions.widths_TLK is None and not factor
     least_T = belady_T if lossless else beyond_budget(certain, blocks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_LOSSY = ("value 1.5%", "value 1.5% + cached")
+_LOSSY = ("value 1.5%", "value 1.5% + cached", "value 1.5% + cached in 8 bits")
 _OVER_MOE = {"10%": 3.0, "20%": 3.0, "30%": 2.5}
 _BYTES = {"10%": 0.35, "20%": 0.17, "30%": 0.09}
 _LOSSLESS_OVER_MOE, _OVER_FULL, _OF_BOUND = 1.25, {"10%": 3.0}, 0.85

@@ -180,10 +180,10 @@ def test_settings_that_depend_on_the_cache_stay_within_their_allowance(
     source: Any, small_shape: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coterie.bench.offload.cached_plans._TRIES", 2)
-    from coterie.bench.offload.cached_plans import CACHED, SKIPPED, CachedPlans
+    from coterie.bench.offload.cached_plans import CACHED, CACHED_8_BITS, SKIPPED, CachedPlans
 
-    cached = CachedPlans(source.plans, small_shape.layout, (0.2, 0.5))
-    for name in (CACHED, SKIPPED):
+    cached = CachedPlans(source.plans, small_shape, (0.2, 0.5))
+    for name in (CACHED, CACHED_8_BITS, SKIPPED):
         low, high = (cached.get(name, share) for share in (0.2, 0.5))
         for measured in (low, high):
             assert measured.calibration_increase <= 0.015
@@ -191,6 +191,21 @@ def test_settings_that_depend_on_the_cache_stay_within_their_allowance(
         assert low is cached.get(name, 0.2)
     assert set(cached.to_json()[SKIPPED]) == {"20%", "50%"}
     assert cached.get(CACHED, 0.5).options == {"use_cached": True}
+
+
+def test_a_store_in_eight_bits_reads_half_within_the_same_bytes(source: Any, small_shape: Any) -> None:
+    from coterie.bench.offload.run import run_bench
+    from coterie.bench.offload.table import Setting
+
+    setting = Setting({"20%": 0.2}, None, 4, 2)
+    names = ["full", "moe-offload-lru-layer", "lossless", "lru by layer in 8 bits", "full width in 8 bits"]
+    rows = {row["system"]: row for row in run_bench(source, setting, systems=names, shape=small_shape)["rows"]}
+    rounded, whole = rows["full width in 8 bits"], rows["lossless"]
+    assert rounded["demanded_share"] == 0.5
+    assert rounded["bytes_share"] < 0.5 * whole["bytes_share"]  # twice as many experts fit, too
+    assert rounded["budget_bytes"] <= whole["budget_bytes"]
+    assert rows["lru by layer in 8 bits"]["bytes_share"] < 0.5 * rows["moe-offload-lru-layer"]["bytes_share"]
+    assert 0 < abs(rounded["perplexity_increase"]) < 0.005
 
 
 def context_tokens(source: Any) -> int:
