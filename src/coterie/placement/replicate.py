@@ -90,10 +90,9 @@ def _most_used(problem: LayerProblem, hosts_EG: NDArray[np.bool_]) -> NDArray[np
 
 def _uses(problem: LayerProblem, choice: Choice) -> NDArray[np.float64]:
     """Tokens that use each copy, [P]."""
+    used_P = np.zeros(choice.copies.expert_P.size)
     rows, columns = np.nonzero(choice.copy_UK != NO_EXPERT)
-    used_P: NDArray[np.float64] = np.bincount(
-        choice.copy_UK[rows, columns], weights=problem.multiplicity_U[rows], minlength=choice.copies.expert_P.size
-    )
+    np.add.at(used_P, choice.copy_UK[rows, columns], problem.multiplicity_U[rows])
     return used_P
 
 
