@@ -2,8 +2,7 @@
 
 Tokens choose copies and copies choose devices, in turns, as in k-means. Given who uses which copy, copies are vertices
 like experts are, and `refine`'s search places them; given where copies are, the dispatch rule says who uses which. What
-the search passes is measured with the choice made again, so nothing is taken on trust. Every round keeps one copy of
-each expert where it is and chooses the others anew: what was worth copying may have its company near by now.
+the search passes is measured with the choice made again, so nothing is taken on trust.
 
 Source: algorithms §2, "Replication".
 """
@@ -62,7 +61,7 @@ def replicate(problem: LayerProblem, objective: Objective, seed: int) -> NDArray
     starts = [eye[device_E] for device_E in refine(own, objective, seed)]
     for turn in range(ROUNDS):
         start_EG = min(starts, key=lambda hosts_EG: score(problem, objective, hosts_EG))
-        start_EG = fill(problem, objective, _most_used(problem, start_EG))
+        start_EG = fill(problem, objective, start_EG)
         found.append(start_EG)
         choice = choose(problem, start_EG)
         vertices, copies = _as_vertices(problem, choice), choice.copies
@@ -75,25 +74,6 @@ def replicate(problem: LayerProblem, objective: Objective, seed: int) -> NDArray
         found += starts
     distinct: NDArray[np.bool_] = np.unique(np.stack(found), axis=0)
     return distinct
-
-
-def _most_used(problem: LayerProblem, hosts_EG: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Only the copy of each expert that most tokens use, [E, G]: the others are to be chosen anew around it."""
-    choice = choose(problem, hosts_EG)
-    used_P, copies = _uses(problem, choice), choice.copies
-    order_P = np.lexsort((-used_P, copies.expert_P))
-    first_E = order_P[copies.start_E[:-1]]
-    kept_EG = np.zeros_like(hosts_EG)
-    kept_EG[copies.expert_P[first_E], copies.device_P[first_E]] = True
-    return kept_EG
-
-
-def _uses(problem: LayerProblem, choice: Choice) -> NDArray[np.float64]:
-    """Tokens that use each copy, [P]."""
-    used_P = np.zeros(choice.copies.expert_P.size)
-    rows, columns = np.nonzero(choice.copy_UK != NO_EXPERT)
-    np.add.at(used_P, choice.copy_UK[rows, columns], problem.multiplicity_U[rows])
-    return used_P
 
 
 def score(problem: LayerProblem, objective: Objective, hosts_EG: NDArray[np.bool_]) -> float:
@@ -178,7 +158,9 @@ def _likely_busiest(value_WG: NDArray[np.float64]) -> NDArray[np.float64]:
 def _as_vertices(problem: LayerProblem, choice: Choice) -> LayerProblem:
     """The problem with copies as vertices, each used by the tokens that chose it."""
     kept_UK, copies = choice.copy_UK != NO_EXPERT, choice.copies
-    used_P = _uses(problem, choice)
+    used_P = np.zeros(copies.expert_P.size)
+    rows, columns = np.nonzero(kept_UK)
+    np.add.at(used_P, choice.copy_UK[rows, columns], problem.multiplicity_U[rows])
     used_E = np.bincount(copies.expert_P, weights=used_P, minlength=problem.num_experts)
     share_P = used_P / np.maximum(used_E[copies.expert_P], 1)
     load_P = np.rint(problem.load_E[copies.expert_P] * share_P).astype(np.int64)
