@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,8 +11,8 @@ from numpy.typing import NDArray
 
 from coterie.placement.adjust import adjustment, load_imbalance
 from coterie.placement.balance import eplb
-from coterie.placement.greedy import algorithm_1
-from coterie.placement.groups import coarsen, place_in_groups
+from coterie.placement.greedy import algorithm_1, grow_groups
+from coterie.placement.groups import coarsen, nodes_as_devices, place_in_groups
 from coterie.placement.objective import Objective
 from coterie.placement.problem import NO_EXPERT, LayerProblem
 from coterie.placement.search import Situation, new_archive, tabu_search
@@ -37,16 +39,37 @@ def refine(problem: LayerProblem, objective: Objective, seed: int, num_limits: i
     """
     if problem.num_groups > 1:
         return _refine_in_groups(problem, objective, seed, num_limits)
-    return search_from(problem, objective, seed, num_limits, algorithm_1(problem, seed), eplb(problem))
+    starts = [algorithm_1(problem, seed)]
+    if problem.topology.num_nodes > 1:
+        starts.append(_nodes_first(problem, objective, seed))
+    return search_from(problem, objective, seed, num_limits, starts, eplb(problem))
 
 
 def search_from(
     problem: LayerProblem, objective: Objective, seed: int, num_limits: int,
-    start_E: NDArray[np.int64], balanced_E: NDArray[np.int64],
+    starts: Sequence[NDArray[np.int64]], balanced_E: NDArray[np.int64],
 ) -> NDArray[np.int64]:  # fmt: skip
-    """`refine` from a start of the caller's, [A, E]; a balanced placement says how far balance can go."""
+    """`refine` from starts of the caller's, [A, E]; a balanced placement says how far balance can go."""
     every_expert = np.zeros(problem.num_experts, dtype=np.int32)
-    return _search(problem, objective, seed, num_limits, start_E, balanced_E, every_expert)
+    return _search(problem, objective, seed, num_limits, starts, balanced_E, every_expert)
+
+
+def _nodes_first(problem: LayerProblem, objective: Objective, seed: int) -> NDArray[np.int64]:
+    """Experts onto nodes by the nodes they make tokens visit alone, then CAP's groups on each, [E].
+
+    Swaps between devices hardly ever find the way to another division between nodes.
+    """
+    topology = problem.topology
+    slots_N = problem.slots_G.reshape(topology.num_nodes, -1).sum(axis=1)
+    nodes = replace(problem, topology=nodes_as_devices(topology), slots_G=slots_N)
+    visits = Objective(device=1.0, node=0.0, peak=0.0, balance=0.0)
+    node_E, rng = refine(nodes, visits, seed, 1)[0], np.random.default_rng(seed)
+    device_E = np.empty(problem.num_experts, dtype=np.int64)
+    for node in range(topology.num_nodes):
+        experts, devices = np.flatnonzero(node_E == node), np.flatnonzero(topology.node_of_device() == node)
+        affinity_EE = problem.jaccard_EE[np.ix_(experts, experts)]
+        device_E[experts] = devices[grow_groups(affinity_EE, problem.slots_G[devices], rng)]
+    return device_E
 
 
 def _refine_in_groups(problem: LayerProblem, objective: Objective, seed: int, num_limits: int) -> NDArray[np.int64]:
@@ -65,21 +88,22 @@ def _refine_in_groups(problem: LayerProblem, objective: Objective, seed: int, nu
     start_E = place_in_groups(problem, cheapest, lambda part: algorithm_1(part, seed))
     balanced_E = place_in_groups(problem, cheapest, eplb)
     group_E = np.repeat(np.arange(problem.num_groups, dtype=np.int32), size)
-    return _search(problem, objective, seed, num_limits, start_E, balanced_E, group_E)
+    return _search(problem, objective, seed, num_limits, [start_E], balanced_E, group_E)
 
 
 def _search(
     problem: LayerProblem, objective: Objective, seed: int, num_limits: int,
-    start_E: NDArray[np.int64], balanced_E: NDArray[np.int64], group_E: NDArray[np.int32],
+    starts: Sequence[NDArray[np.int64]], balanced_E: NDArray[np.int64], group_E: NDArray[np.int32],
 ) -> NDArray[np.int64]:  # fmt: skip
-    """Search under falling limits; `start_E` begins, `balanced_E` says how far balance can go.
+    """Search under falling limits; the cheapest found from `starts` begins, `balanced_E` says how far balance can go.
 
     First with B averaged over windows, which drift cannot surprise; from the most balanced of these on with B of all
     tokens, which can fall further.
     """
     windowed = _situation(problem, objective, group_E, problem.window_U)
     free = new_archive(np.array([_UNLIMITED]), problem.num_experts)
-    tabu_search(windowed, start_E.astype(np.int32), _UNLIMITED, PATIENCE, _MOST_SWAPS, _turn_seed(seed, 0), free)
+    for start_E in starts:
+        tabu_search(windowed, start_E.astype(np.int32), _UNLIMITED, PATIENCE, _MOST_SWAPS, _turn_seed(seed, 0), free)
     candidates = _chain(windowed, free.device_AE[0], balanced_E, num_limits, _turn_seed(seed, 1))
     if num_limits > 1:
         pooled = _situation(problem, objective, group_E, np.zeros_like(problem.window_U))

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from coterie.placement.balance import eplb
 from coterie.placement.copies import FEWEST_DEVICES, Copies, choose_fewest, own_slots
-from coterie.placement.greedy import grow_groups
-from coterie.placement.groups import nodes_as_devices, on_other_vertices
+from coterie.placement.groups import on_other_vertices
 from coterie.placement.objective import Objective
 from coterie.placement.problem import NO_EXPERT, LayerProblem
 from coterie.placement.refine import NUM_LIMITS, refine, search_from
@@ -60,16 +59,13 @@ def replicate(problem: LayerProblem, objective: Objective, seed: int) -> NDArray
     found: list[NDArray[np.bool_]] = []
     eye = np.eye(problem.num_devices, dtype=bool)
     starts = [eye[device_E] for device_E in refine(own, objective, seed)]
-    if problem.topology.num_nodes > 1:
-        placed = search_from(own, objective, seed, NUM_LIMITS, _nodes_first(own, objective, seed), eplb(own))
-        starts += [eye[device_E] for device_E in placed]
     for turn in range(ROUNDS):
         start_EG = min(starts, key=lambda hosts_EG: score(problem, objective, hosts_EG))
         start_EG = fill(problem, objective, start_EG)
         found.append(start_EG)
         choice = choose(problem, start_EG)
         vertices, copies = _as_vertices(problem, choice), choice.copies
-        placed = search_from(vertices, objective, seed + turn + 1, NUM_LIMITS, copies.device_P, eplb(vertices))
+        placed = search_from(vertices, objective, seed + turn + 1, NUM_LIMITS, [copies.device_P], eplb(vertices))
         starts = []
         for device_P in placed:
             hosts_EG = np.zeros_like(start_EG)
@@ -78,21 +74,6 @@ def replicate(problem: LayerProblem, objective: Objective, seed: int) -> NDArray
         found += starts
     distinct: NDArray[np.bool_] = np.unique(np.stack(found), axis=0)
     return distinct
-
-
-def _nodes_first(problem: LayerProblem, objective: Objective, seed: int) -> NDArray[np.int64]:
-    """Experts onto nodes by the nodes they make tokens visit alone, then CAP's groups on each, [E]."""
-    topology = problem.topology
-    slots_N = problem.slots_G.reshape(topology.num_nodes, -1).sum(axis=1)
-    nodes = replace(problem, topology=nodes_as_devices(topology), slots_G=slots_N)
-    visits = Objective(device=1.0, node=0.0, peak=0.0, balance=0.0)
-    node_E, rng = refine(nodes, visits, seed, 1)[0], np.random.default_rng(seed)
-    device_E = np.empty(problem.num_experts, dtype=np.int64)
-    for node in range(topology.num_nodes):
-        experts, devices = np.flatnonzero(node_E == node), np.flatnonzero(topology.node_of_device() == node)
-        affinity_EE = problem.jaccard_EE[np.ix_(experts, experts)]
-        device_E[experts] = devices[grow_groups(affinity_EE, problem.slots_G[devices], rng)]
-    return device_E
 
 
 def score(problem: LayerProblem, objective: Objective, hosts_EG: NDArray[np.bool_]) -> float:

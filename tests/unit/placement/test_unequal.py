@@ -35,13 +35,15 @@ def test_equal_speeds_and_the_default_costs_written_out_change_nothing(
     np.testing.assert_array_equal(candidates(method, make_problem(written, experts=18)), expected)
 
 
-def test_placements_of_equal_devices_are_what_they_always_were(make_problem: Any) -> None:
+@pytest.mark.parametrize(
+    ("text", "digest"), [("4", "99593dbf7807ad9e"), ("5", "371a07b2dd720ad3"), ("2x2,inter=5", "f7b64d164f966492")]
+)
+def test_placements_of_equal_devices_are_what_they_always_were(make_problem: Any, text: str, digest: str) -> None:
     """Integers decide nearly everything, so the digests hold on any machine."""
     found = hashlib.sha256()
-    for text in ("4", "2x2,inter=5", "5"):
-        for method in METHODS:
-            found.update(np.ascontiguousarray(candidates(method, make_problem(text, experts=24))).tobytes())
-    assert found.hexdigest()[:16] == "da892e549c9bd4c8"
+    for method in METHODS:
+        found.update(np.ascontiguousarray(candidates(method, make_problem(text, experts=24))).tobytes())
+    assert found.hexdigest()[:16] == digest
 
 
 @pytest.mark.parametrize("method", ["linear", "eplb", "cap", "cap-spectrum"])
@@ -53,7 +55,8 @@ def test_the_published_methods_do_not_know_of_speeds(make_problem: Any, method: 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_slow_device_is_given_less_to_do(make_trace: Any, nodes: int) -> None:
     trace = make_trace(tokens=3000, experts=32)
-    topology = Topology(nodes, 4 // nodes, speed_per_device=SLOW_FIRST)
+    # with dear links between nodes this fixture's few busy experts rather stay together
+    topology = Topology(nodes, 4 // nodes, inter_cost=2, speed_per_device=SLOW_FIRST)
     aware = place(prepare(trace, topology))
     ignorant = place(prepare(trace, replace(topology, speed_per_device=None)))
     for layer in range(trace.num_layers):
