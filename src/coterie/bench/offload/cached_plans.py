@@ -21,9 +21,9 @@ from coterie.pruning.width_planning import plan_widths
 from coterie.study.measure import Bench, bootstrap
 
 CACHED, CACHED_8_BITS, SKIPPED = "value 1.5% + cached", "value 1.5% + cached in 8 bits", "skip-on-miss"
-_TRIES = 4
+_TRIES = 6
 _SEQUENCES = 4
-_CALIBRATION_WINDOWS = 16
+_CALIBRATION_WINDOWS = 24
 _LARGEST_F = 1.6
 _LEAST_BYTES = 0.05
 
@@ -79,16 +79,16 @@ class CachedPlans:
     ) -> dict[float, Measured]:
         """By bisection for all budgets at once; a larger strength costs less loss, `most` little enough."""
         low, high = dict.fromkeys(self.shares, least), dict.fromkeys(self.shares, most)
-        costs = dict.fromkeys(self.shares, 0.0)
-        for _ in range(_TRIES):
-            middle = {share: (low[share] + high[share]) / 2 for share in self.shares}
-            ran = self._run({share: lane(share, middle[share]) for share in self.shares}, bits, calibration=True)
+        costs, tried = dict.fromkeys(self.shares, 0.0), dict.fromkeys(self.shares, most)
+        for number in range(_TRIES):
+            ran = self._run({share: lane(share, tried[share]) for share in self.shares}, bits, calibration=True)
             for share, each in ran.items():
                 rise_WS = self._rise(each, self.plans.context.calibration)
-                if upper(rise_WS) <= ALLOWED["value 1.5%"]:
-                    high[share], costs[share] = middle[share], math.expm1(rise_WS.mean())
+                if number == 0 or upper(rise_WS) <= ALLOWED["value 1.5%"]:
+                    high[share], costs[share] = tried[share], math.expm1(rise_WS.mean())
                 else:
-                    low[share] = middle[share]
+                    low[share] = tried[share]
+                tried[share] = (low[share] + high[share]) / 2
         chosen = {share: lane(share, high[share]) for share in self.shares}
         ran = self._run(chosen, bits, calibration=False)
         return {share: self._measured(chosen[share], each, costs[share]) for share, each in ran.items()}
