@@ -28,6 +28,6 @@ def test_unequal_slots() -> None:
     topology = Topology(1, 2, slots_per_device=(1, 3))
     placed = Placement(np.array([[2, 0, 3, 1]]), topology, MoESpec("toy", 1, 4, 2))
     layer = LayerPlacement.of(placed, 0)
-    assert layer.device_E.tolist() == [1, 1, 0, 1]
-    assert layer.local_E.tolist() == [0, 2, 0, 1]
+    assert layer.device_P.tolist() == [1, 1, 0, 1]
+    assert layer.local_P.tolist() == [0, 2, 0, 1]
     assert experts_of_device(placed, 0, 1) == [0, 3, 1]
