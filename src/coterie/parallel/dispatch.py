@@ -92,8 +92,8 @@ def dispatch(
 
     Args:
         hidden_TH: [T, H] this rank's tokens; T may be 0.
-        ids_TK: [T, K] integers, the chosen experts, or copies where there are any (`copy_choice`); -1 for a slot that is
-            dropped.
+        ids_TK: [T, K] integers, the chosen experts, or copies where there are any (`copy_choice`); -1 for a slot that
+            is dropped.
         weights_TK: [T, K] float.
         layer: where this layer's experts are.
         comms: the group; its ranks are the placement's devices.

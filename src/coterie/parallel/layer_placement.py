@@ -41,8 +41,7 @@ class LayerPlacement:
         expert_S = torch.as_tensor(placement.physical_to_logical_map[layer])
         slot_P = torch.argsort(expert_S, stable=True)  # slots are in the order of devices
         device_P, local_P = torch.as_tensor(placement.device_of_slot())[slot_P], slot_P - start_S[slot_P]
-        tables = (table.to(device) for table in (expert_S[slot_P], device_P, local_P))
-        return cls(layer, *tables, placement.topology)
+        return cls(layer, expert_S[slot_P].to(device), device_P.to(device), local_P.to(device), placement.topology)
 
 
 def experts_of_device(placement: Placement, layer: int, device: int) -> list[int]:

@@ -130,9 +130,7 @@ class Replay:
             for step in (range(self.num_steps) if steps is None else steps)
         ]
 
-    def traffic(
-        self, device_LE: NDArray[Any], topology: Topology, rule: str = FEWEST_DEVICES
-    ) -> dict[str, float]:
+    def traffic(self, device_LE: NDArray[Any], topology: Topology, rule: str = FEWEST_DEVICES) -> dict[str, float]:
         """Means over the replayed layers of what is sent, per token: "remote_dpt", "peak_traffic" (of visits from other
         homes), "npt", nodes that a token visits, and "remote_npt", those of them that are not its own.
         """

@@ -88,10 +88,13 @@ def devices_of(
     topology: Topology, rule: str,
 ) -> NDArray[np.int64]:  # fmt: skip
     """The device of every token's every expert in one step, [T, K]; arguments as for `count_step`."""
+    device_TK: NDArray[np.int64]
     if device_E.ndim == 1:
-        return device_E.astype(np.int64)[ids_TK]
+        device_TK = device_E.astype(np.int64)[ids_TK]
+        return device_TK
     copies = Copies.of(device_E)
-    return copies.device_P[DispatchByHome(copies, topology, rule).choose(ids_TK, kept_TK, home_T)]
+    device_TK = copies.device_P[DispatchByHome(copies, topology, rule).choose(ids_TK, kept_TK, home_T)]
+    return device_TK
 
 
 def count_visits(
