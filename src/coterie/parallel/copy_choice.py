@@ -29,16 +29,14 @@ class CopyChoice:
         """The number of the chosen copy of each expert, [T, K] int64, -1 where `ids_TK` is."""
         if self._dispatch is None:
             return ids_TK
-        kept_TK = ids_TK >= 0
-        home_T = torch.full((len(ids_TK),), self._rank)
-        chosen_TK = self._dispatch.choose(
-            ids_TK.to("cpu", torch.int64).contiguous().numpy(), kept_TK.cpu().numpy(), home_T.numpy()
-        )
-        return torch.from_numpy(chosen_TK).to(ids_TK.device, torch.int64).masked_fill(~kept_TK, -1)
+        there_TK = ids_TK.to("cpu", torch.int64).contiguous()
+        kept_TK, home_T = there_TK >= 0, torch.full((len(ids_TK),), self._rank)
+        chosen_TK = torch.from_numpy(self._dispatch.choose(there_TK.numpy(), kept_TK.numpy(), home_T.numpy()))
+        return chosen_TK.to(torch.int64).masked_fill(~kept_TK, -1).to(ids_TK.device)
 
 
 def copy_choices(placement: Placement, layers: Sequence[int], rank: int, rule: str | None = None) -> list[CopyChoice]:
-    """A rank's choice in each of these layers, nothing chosen yet.
+    """A rank's choice in each of these layers, nothing chosen yet, but compiled: other ranks wait for one that chooses.
 
     Args:
         placement: where the copies are.
@@ -54,4 +52,7 @@ def copy_choices(placement: Placement, layers: Sequence[int], rank: int, rule: s
     if not placement.num_copies:
         return [CopyChoice(rank, None) for _ in layers]
     hosts_LEG, topology = placement.hosts(), placement.topology
-    return [CopyChoice(rank, Dispatch(Copies.of(hosts_LEG[layer]), topology, named, seed=rank)) for layer in layers]
+    found = [CopyChoice(rank, Dispatch(Copies.of(hosts_LEG[layer]), topology, named, seed=rank)) for layer in layers]
+    for choose in found[:1]:
+        choose(torch.empty((0, placement.spec.top_k), dtype=torch.int64))
+    return found

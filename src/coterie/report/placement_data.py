@@ -108,7 +108,7 @@ def gather(
         if name in (*BASELINES, OURS):
             raise ConfigError(f"a placement is called {name!r}, which is a method's name here; rename its file")
         require_fit(placement, setting)
-        placement.require_no_copies()
+        placement.require_no_copies("a report")
         held = trace.provenance.get(EXPERT_ORDER_KEY)
         require_same_numbering(expert_order_of_placement(placement.method), name, held, "the trace")
     parts = split(trace, heldout)
