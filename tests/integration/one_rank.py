@@ -20,6 +20,12 @@ from coterie.placement.placement import Placement
 from coterie.spec import MoESpec
 from coterie.topology import Topology
 
+# of groups by size: topology, tokens of each rank, copies of experts
+EXCHANGES: dict[int, list[tuple[str, tuple[int, ...], int]]] = {
+    3: [("3", (9, 0, 200), 1), ("3x1", (3, 40, 1), 4), ("3", (0, 0, 0), 4)],
+    4: [("4", (9, 0, 1, 200), 0), ("2x2", (0, 0, 0, 0), 0), ("2x2", (3, 40, 0, 7), 0)],
+}
+
 
 class Scaling:
     """Experts whose rows depend on nothing else, to the last bit; stands for `ExpertWeights`."""
@@ -37,16 +43,19 @@ def check_exchanges(comms: ProcessComms) -> None:
     """Layers with uneven, few and no tokens, over real sockets: outputs and bytes as the plain reference has them."""
     import torch
 
+    from coterie.parallel.copy_choice import copy_choices
     from coterie.parallel.experts import route
     from coterie.parallel.layer_placement import LayerPlacement, experts_of_device
     from coterie.parallel.reference import reference, visits_between
 
     rng = np.random.default_rng(0)
     spec, hidden, scales = MoESpec("toy", 1, 11, 3), 5, [0.5 + expert for expert in range(11)]
-    for topology, counts in (("4", (9, 0, 1, 200)), ("2x2", (0, 0, 0, 0)), ("2x2", (3, 40, 0, 7))):
-        placement = Placement(rng.permutation(11)[None], Topology.parse(topology), spec)
+    for topology, counts, copies in EXCHANGES[comms.size]:
+        order = rng.permutation(11)
+        placement = Placement(np.append(order, order[:copies])[None], Topology.parse(topology), spec)
         layer = LayerPlacement.of(placement, 0)
         ids = [torch.tensor(np.argsort(rng.random((count, 11)), axis=1)[:, :3]) for count in counts]
+        ids = [copy_choices(placement, [0], rank)[0](each) for rank, each in enumerate(ids)]
         states = [torch.tensor(rng.normal(size=(count, hidden)), dtype=torch.float32) for count in counts]
         weights = [torch.tensor(rng.random((count, 3)), dtype=torch.float32) for count in counts]
         expected = reference(states, ids, weights, layer, lambda expert, x_NH: x_NH * scales[expert])[comms.rank]

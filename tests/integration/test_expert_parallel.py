@@ -79,6 +79,20 @@ def save_placement(model: str | Path, topology: str, path: Path, seed: int = 0) 
     return str(path)
 
 
+def save_with_copies(model: str | Path, topology: str, path: Path, redundant: int, rule: str) -> str:
+    """Our placement with copies, from synthetic routing of the model's shape."""
+    from coterie.models.layers import spec_of
+    from coterie.models.load import build_skeleton, resolve
+    from coterie.placement.driver import place, prepare
+    from coterie.trace.routing_trace import RoutingTrace
+
+    spec, rng = spec_of(build_skeleton(resolve(model))), np.random.default_rng(0)
+    ids_LTK = np.argsort(rng.random((spec.num_layers, 800, spec.num_experts)), axis=2)[:, :, : spec.top_k]
+    trace = RoutingTrace(ids_LTK.astype(np.uint8), spec)
+    place(prepare(trace, Topology.parse(topology), redundant=redundant, dispatch=rule), "eplb").save(path)
+    return str(path)
+
+
 def single_process(model: str | Path, tokens: int) -> list[list[int]]:
     """The new tokens of every prompt, generated one by one by the whole model."""
     import torch
@@ -110,6 +124,34 @@ def test_four_processes_generate_the_tokens_of_one(tmp_path: Path, tiny_checkpoi
     for model, result in zip([*models, models[1]], results, strict=True):
         assert result["ids"] == single_process(model, 24)
         assert result["sent"] > 0
+
+
+def test_processes_with_copies_generate_the_tokens_of_one(tmp_path: Path, groups: list[Group]) -> None:
+    cases = [
+        ("tiny-mixtral", "3", 4, "fewest-devices", False), ("tiny-qwen3-moe", "3", 12, "random", False),
+        ("tiny-qwen3-moe", "3x1", 12, "fewest-devices", True), ("tiny-qwen3-moe", "3", 12, "nearest", False),
+    ]  # fmt: skip
+    jobs = [
+        [model, save_with_copies(model, topology, tmp_path / f"{number}.json", redundant, rule), PROMPTS, 24, two_hop]
+        for number, (model, topology, redundant, rule, two_hop) in enumerate(cases)
+    ]
+    groups.append(Group(3, [RANK, "generate", json.dumps(jobs)]))
+    ended = groups[0].wait()
+    assert {rank: code for rank, (code, *_) in ended.items()} == dict.fromkeys(range(3), 0), ended
+    whole = {model: single_process(model, 24) for model in ("tiny-mixtral", "tiny-qwen3-moe")}
+    for (model, *_), result in zip(cases, json.loads(ended[0][1]), strict=True):
+        assert result["ids"] == whole[model]
+        assert result["sent"] > 0
+
+
+def test_pruning_with_copies_is_refused_in_one_line(tmp_path: Path, groups: list[Group]) -> None:
+    placement = save_with_copies("tiny-mixtral", "2", tmp_path / "p.json", 2, "nearest")
+    command = ["-m", "coterie", "generate-ep", "tiny-mixtral", "--placement", placement, "--prompt", "A"]
+    groups.append(Group(2, [*command, "--prune", "0.2"]))
+    ended = groups[0].wait()
+    assert [code for code, *_ in ended.values()] == [2, 2]
+    assert "some have copies, which pruning does not take; place without --redundant" in ended[0][2]
+    assert ended[0][2].count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,9 @@ def test_two_processes_calibrate_and_tune(tmp_path: Path) -> None:
     assert names[:3] == ["linear", "eplb", "cap"]
     assert sum(row["measured_s"] is not None for row in result["candidates"]) == 3
     assert Placement.load(out).method["tuned"]["pick"] == result["pick"]
+    copied = json.loads(start_ranks(2, [*tune, "--redundant", "6", "--dispatch", "nearest", "--json"]))
+    assert (copied["redundant"], copied["dispatch"]) == (6, "nearest")
+    assert Placement.load(out).num_copies == 6
     with pytest.raises(RankError, match=r"1 ranks and a topology of 2 devices; start one rank for each device"):
         start_ranks(1, tune)
     with pytest.raises(RankError, match=r"the trace is of .* --model is tiny-mixtral"):

@@ -24,6 +24,9 @@ def bench_parallel(
     batch: Annotated[int, typer.Option(min=1, help="Tokens of each of the 8 ranks in a step.")] = 64,
     layers: Annotated[int, typer.Option(min=1, help="MoE layers of a step, spaced over the model's.")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds in which all lines take turns, a step each.")] = 3,
+    redundant: Annotated[
+        int, typer.Option("--redundant", min=0, help="Time EPLB's and our pick with so many copies a layer, too.")
+    ] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Two machines, fewer lines and rounds.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the results there too, .json.")] = None,
     seed: SeedOption = 0,
@@ -53,7 +56,7 @@ def bench_parallel(
     if any(p >= 1 for p in listed):
         raise ConfigError(f"--thresholds {thresholds}: p is the share of weight to drop, below 1")
     names = tuple(name.strip() for name in classes.split(",") if name.strip())
-    setting = Setting(replay, names, spectrum, listed, batch, layers, rounds, seed=seed)
+    setting = Setting(replay, names, spectrum, listed, batch, layers, rounds, seed=seed, redundant=redundant)
     setting = setting.quick() if quick else replace(setting)
     if out is not None:
         with replacing(out) as place:  # a place to write to, before the work

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coterie.cli.common import Interrupted, JsonOption, SeedOption, emit_json, note, progress, table, warnings_as_notes
+from coterie.cli.place import DispatchOption, RedundantOption
 from coterie.cli.tune import HELDOUT
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ def cap(
     emulate_compute: Annotated[
         bool, typer.Option("--emulate-compute", help="Sleep the topology's time of experts; where ranks share cores.")
     ] = False,
+    redundant: RedundantOption = 0,
+    dispatch: DispatchOption = "fewest-devices",
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
@@ -62,7 +65,7 @@ def cap(
     source, contents = _source(text, domain)
     setting = CapSetting(
         model, topology, share, TextRun(tokens=tokens, seed=seed), method, spectrum, batch, rounds, best, HELDOUT,
-        emulate_compute, seed,
+        emulate_compute, seed, redundant, dispatch,
     )  # fmt: skip
     try:
         with warnings_as_notes(), progress() as listen:

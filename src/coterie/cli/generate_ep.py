@@ -41,12 +41,18 @@ def generate_ep(
     two_hop: Annotated[
         bool, typer.Option("--two-hop", help="Cross to each other node once, then go on within it.")
     ] = False,
+    dispatch: Annotated[
+        str | None,
+        typer.Option("--dispatch", help="How tokens choose copies; default: the rule that they were placed for."),
+    ] = None,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for another process.")] = 60.0,
     as_json: JsonOption = False,
 ) -> None:
     """Continue prompts, greedily, on as many processes as the placement has devices; start it with torchrun."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # an error is one line; torch reads this when imported
-    asked = _Asked(model, placement, tuple(prompt or ()), prompts, tokens, prune, rule, fit, floor, dtype, two_hop)
+    asked = _Asked(
+        model, placement, tuple(prompt or ()), prompts, tokens, prune, rule, fit, floor, dtype, two_hop, dispatch
+    )
     from coterie.models.backend import import_transformers
 
     import_transformers()
@@ -93,6 +99,7 @@ class _Asked:
     floor: str
     dtype: str | None
     two_hop: bool
+    dispatch: str | None
 
     def run(self, comms: Comms) -> tuple[dict[str, Any], Generation]:
         """Load, generate, and gather what it took; the result is rank 0's to print."""
@@ -107,12 +114,14 @@ class _Asked:
         def check() -> tuple[Placement, list[str], Any, PruningRule | None, Any]:
             placed = Placement.load(self.placement)
             require_size(placed, comms.size)
+            self._check_dispatch(placed)
             texts, tokenizer = self._texts(), load_tokenizer(self.model)
             encode(tokenizer, texts)
             return placed, texts, tokenizer, self._rule(placed), parse_dtype(self.dtype)
 
         placed, texts, tokenizer, pruning, wanted = agreed(comms, check)
-        parallel = agreed(comms, lambda: expert_parallel(self.model, placed, comms, dtype=wanted, two_hop=self.two_hop))
+        options: dict[str, Any] = {"dtype": wanted, "two_hop": self.two_hop, "dispatch": self.dispatch}
+        parallel = agreed(comms, lambda: expert_parallel(self.model, placed, comms, **options))
         with ExitStack() as stack:
             pruner = None
             if pruning is not None:
@@ -122,6 +131,20 @@ class _Asked:
         traffic = parallel.traffic.gather(comms)
         figures = {**summary(traffic), **_held(comms, parallel.loaded), **_pruned(comms, pruner)}
         return {**self._settings(placed, comms, pruning), **_told(generation), **figures}, generation
+
+    def _check_dispatch(self, placed: Placement) -> None:
+        """Refuse an unknown rule, one for a placement without copies, and pruning with copies."""
+        from coterie.errors import ConfigError
+        from coterie.placement.copies import check_rule, rule_of
+
+        check_rule(rule_of(placed.method) if self.dispatch is None else self.dispatch)
+        if self.dispatch is not None and not placed.num_copies:
+            raise ConfigError(
+                f"--dispatch {self.dispatch}, but {self.placement} has no copies of experts to choose from; leave it "
+                "out, or place with --redundant"
+            )
+        if self.prune is not None:
+            placed.require_no_copies("pruning")
 
     def _texts(self) -> list[str]:
         from coterie.errors import ConfigError
@@ -164,8 +187,15 @@ class _Asked:
         return {
             "model": self.model, "ranks": comms.size, "topology": placed.topology.to_json(),
             "device": str(comms.device), "placement": dict(placed.method), "prune": told, "two_hop": self.two_hop,
-            "dtype": self.dtype, "versions": versions,
+            "dtype": self.dtype, "versions": versions, **self._copies(placed),
         }  # fmt: skip
+
+    def _copies(self, placed: Placement) -> dict[str, Any]:
+        from coterie.placement.copies import rule_of
+
+        if not placed.num_copies:
+            return {}
+        return {"redundant": placed.num_copies, "dispatch": self.dispatch or rule_of(placed.method)}
 
 
 def _plain(name: str, p: float) -> PruningRule:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coterie.cli.common import JsonOption, SeedOption, emit_json, note, progress, say, table
+from coterie.cli.place import DispatchOption, RedundantOption
 from coterie.cli.ranks import TimeoutOption, ranks, try_writing
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ def tune(
     emulate_compute: Annotated[
         bool, typer.Option("--emulate-compute", help="Sleep the topology's time of experts; where ranks share cores.")
     ] = False,
+    redundant: RedundantOption = 0,
+    dispatch: DispatchOption = "fewest-devices",
     report: Annotated[Path | None, typer.Option("--report", help="Write what was found there, .json.")] = None,
     timeout: TimeoutOption = 600.0,
     seed: SeedOption = 0,
@@ -47,6 +50,7 @@ def tune(
     Placements are fitted on the earlier 80% of the trace and timed on the rest. Experts have random weights of the
     model's shape. Start it with torchrun, one process for each device.
     """
+    copies: dict[str, Any] = {"redundant": redundant, "dispatch": dispatch} if redundant else {}
     with ranks(timeout) as (comms, _):
         from coterie.models.load import parse_dtype
         from coterie.parallel.candidates import make_candidates
@@ -58,7 +62,7 @@ def tune(
         with progress() as listen:
 
             def check() -> tuple[Setting, Replay, ExpertSizes]:
-                found = _prepare(trace, model, topology, batch, layers, seed, listen)
+                found = _prepare(trace, model, topology, (batch, layers), listen, seed=seed, **copies)
                 require_ranks(comms, found[0].topology.num_devices, "a topology")
                 if comms.rank == 0:
                     try_writing(out, report)
@@ -73,7 +77,7 @@ def tune(
     if comms.rank:
         return
     found.placement.save(out)
-    result = {"out": str(out), "trace": trace, "model": model, "seed": seed, **found.to_json()}
+    result = {"out": str(out), "trace": trace, "model": model, "seed": seed, **copies, **found.to_json()}
     if report is not None:
         _write(report, result)
     if as_json:
@@ -89,9 +93,12 @@ def _write(file: Path, result: dict[str, Any]) -> None:
 
 
 def _prepare(
-    trace: str, model: str, topology: str, batch: int, layers: int, seed: int, listen: Progress
+    trace: str, model: str, topology: str, step: tuple[int, int], listen: Progress, **options: Any
 ) -> tuple[Setting, Replay, ExpertSizes]:
-    """What is placed and replayed; raises for whatever cannot be, before anything runs."""
+    """What is placed and replayed; raises for whatever cannot be, before anything runs.
+
+    `step`: tokens of a rank and layers; `options`: of `driver.prepare`.
+    """
     from coterie.errors import TraceError
     from coterie.models.expert_shape import expert_sizes
     from coterie.parallel.replay import Replay, spaced_layers
@@ -110,7 +117,8 @@ def _prepare(
             f"the trace is of {mine.model} ({mine.num_layers} layers, {mine.num_experts} experts, top-{mine.top_k}), "
             f"--model is {theirs.model} ({theirs.num_layers}, {theirs.num_experts}, top-{theirs.top_k}); record one"
         )
-    setting = prepare(routing, devices, seed=seed, progress=listen)
+    batch, layers = step
+    setting = prepare(routing, devices, progress=listen, **options)
     later = split(routing, HELDOUT).second
     chosen = spaced_layers(routing.num_layers, layers)
     return setting, Replay.of(routing, devices.num_devices, batch, later, chosen), sizes

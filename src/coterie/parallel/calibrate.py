@@ -146,7 +146,7 @@ def _time_exchange(stage: Stage, topology: Topology, tokens: int, peers: NDArray
     """Seconds of a dispatch of so many tokens to each of these ranks, and of the way back; no computation."""
     num_devices, device = topology.num_devices, stage.comms.device
     device_E = torch.arange(num_devices, device=device)
-    layer = LayerPlacement(0, device_E, torch.zeros_like(device_E), topology)
+    layer = LayerPlacement(0, device_E, device_E, torch.zeros_like(device_E), topology)
     ids_TK = torch.tensor(peers, device=device).repeat(tokens, 1)
     hidden_TH, weights_TK = stage.states(tokens), torch.ones(ids_TK.shape, device=device)
     share(stage.comms, None)

@@ -25,6 +25,8 @@ def make_candidates(
 ) -> list[Candidate]:
     """Linear, EPLB, CAP's Algorithm 1 and the points of a spectrum, fitted on the earlier part of the trace.
 
+    With copies all have as many: those of linear and CAP are what `placement.copy_baselines` says.
+
     Args:
         setting: trace, topology, objective, seed.
         points: of the spectrum, at most.
@@ -33,7 +35,8 @@ def make_candidates(
         folder: a spectrum that was written before (`coterie place --spectrum`), instead of making one.
 
     Raises:
-        InfeasiblePlacement: when a spectrum from a folder is for another model or other devices.
+        InfeasiblePlacement: when a spectrum from a folder is for another model.
+        ConfigError: when it is for other devices, or with another number of copies.
     """
     made = [Candidate(name, driver.place(setting, name, heldout=heldout)) for name in ("linear", "eplb", "cap")]
     if folder is None:
@@ -42,6 +45,11 @@ def make_candidates(
         found = load_spectrum(folder)
         for placement in found:
             require_fit(placement, setting)
+            if placement.num_copies != setting.redundant:
+                raise ConfigError(
+                    f"{folder} has placements with {placement.num_copies} copies of experts a layer, asked for are "
+                    f"{setting.redundant}; give --redundant {placement.num_copies}, or place again"
+                )
         method = str(found[0].method.get("name", "spectrum"))
     return [*made, *(Candidate(f"{method}-{number}", placement) for number, placement in enumerate(found))]
 

@@ -92,7 +92,8 @@ def dispatch(
 
     Args:
         hidden_TH: [T, H] this rank's tokens; T may be 0.
-        ids_TK: [T, K] integers, the chosen experts; -1 for a slot that is dropped.
+        ids_TK: [T, K] integers, the chosen experts, or copies where there are any (`copy_choice`); -1 for a slot that
+            is dropped.
         weights_TK: [T, K] float.
         layer: where this layer's experts are.
         comms: the group; its ranks are the placement's devices.
@@ -105,7 +106,7 @@ def dispatch(
         RankError: when a rank ended, did not answer in time, or dispatches another layer.
     """
     dropped_TK = ids_TK < 0
-    device_TK = layer.device_E[ids_TK.clamp(min=0)].masked_fill(dropped_TK, -1)
+    device_TK = layer.device_P[ids_TK.clamp(min=0)].masked_fill(dropped_TK, -1)
     nodes = tuple(layer.topology.node_of_device().tolist())
     received, handle = send_visits(hidden_TH, ids_TK, weights_TK, device_TK, nodes, comms, layer.layer, active)
     return with_local_ids(received, layer), handle
@@ -188,7 +189,7 @@ def return_visits(outputs_RH: Tensor, handle: DispatchHandle) -> Tensor:
 
 def with_local_ids(received: Received, layer: LayerPlacement) -> Received:
     """The same with this device's own numbers of its experts."""
-    ids_RK = layer.local_E[received.ids_RK.clamp(min=0)].masked_fill(received.ids_RK < 0, -1)
+    ids_RK = layer.local_P[received.ids_RK.clamp(min=0)].masked_fill(received.ids_RK < 0, -1)
     return Received(received.hidden_RH, ids_RK, received.weights_RK)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from coterie.errors import ConfigError, InfeasiblePlacement
 from coterie.models.backend import import_transformers
 from coterie.models.load import resolve
+from coterie.placement.copies import FEWEST_DEVICES, check_rule
 from coterie.placement.placement import Placement
 
 if TYPE_CHECKING:
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
 
 
 def expert_parallel(
-    model: str | Path, placement: Placement, comms: Comms, *, dtype: torch.dtype | None = None, two_hop: bool = False
-) -> ExpertParallel:
+    model: str | Path, placement: Placement, comms: Comms, *, dtype: torch.dtype | None = None, two_hop: bool = False,
+    dispatch: str | None = None,
+) -> ExpertParallel:  # fmt: skip
     """One rank's part of a model: attention and all else of its own tokens, and its own experts for everyone's.
 
     Every rank has the whole model but the experts, and runs its own prompts through it. In each MoE layer tokens travel
@@ -35,11 +37,13 @@ def expert_parallel(
         comms: the group.
         dtype: element type; None: the checkpoint's own.
         two_hop: cross to each other node once, and go on from there (`parallel.two_hop`).
+        dispatch: where experts have copies, the rule by which tokens choose one (`placement.copies.RULES`); None: the
+            rule that the copies were placed for.
 
     Raises:
         BackendUnavailable: without torch or transformers.
         CheckpointError: when the model cannot be read, or its experts are quantised.
-        ConfigError: when the group has another size than the placement.
+        ConfigError: when the group has another size than the placement, or for an unknown rule.
         InfeasiblePlacement: when the placement is for another model.
     """
     import_transformers()
@@ -47,7 +51,8 @@ def expert_parallel(
     from coterie.parallel.model import ExpertParallel
 
     require_size(placement, comms.size)
-    return ExpertParallel(load_rank(resolve(model), placement, comms.rank, dtype), placement, comms, two_hop)
+    check_rule(dispatch or FEWEST_DEVICES)
+    return ExpertParallel(load_rank(resolve(model), placement, comms.rank, dtype), placement, comms, two_hop, dispatch)
 
 
 def require_size(placement: Placement, size: int) -> None:

@@ -12,6 +12,7 @@ from coterie.errors import ConfigError
 from coterie.models.layers import MoELayer, find_moe_layers
 from coterie.ops.gated_ffn import ExpertWeights
 from coterie.parallel.comms import Comms
+from coterie.parallel.copy_choice import copy_choices
 from coterie.parallel.experts import route
 from coterie.parallel.layer_placement import LayerPlacement
 from coterie.parallel.load import RankModel
@@ -30,12 +31,16 @@ class ExpertParallel:
         traffic: bytes sent so far.
     """
 
-    def __init__(self, loaded: RankModel, placement: Placement, comms: Comms, two_hop: bool = False) -> None:
+    def __init__(
+        self, loaded: RankModel, placement: Placement, comms: Comms, two_hop: bool = False,
+        dispatch: str | None = None,
+    ) -> None:  # fmt: skip
         self.model, self.loaded = loaded.model.to(comms.device), loaded
         self.placement, self.comms, self.two_hop = placement, comms, two_hop
         spec = placement.spec
         self.traffic = Traffic(spec.num_layers, comms.size)
         self._placed_L = [LayerPlacement.of(placement, layer, comms.device) for layer in range(spec.num_layers)]
+        self._choice_L = copy_choices(placement, range(spec.num_layers), comms.rank, dispatch)
         layers = find_moe_layers(self.model)
         self._weights_L = [ExpertWeights.of(layer.experts) for layer in layers]
         self._top_k = spec.top_k
@@ -67,7 +72,7 @@ class ExpertParallel:
         self, layer: int, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, active: bool
     ) -> tuple[Tensor, bool]:
         """One layer's experts on this rank's tokens, [T, H]; and whether any rank is active."""
-        ids_TK = ids_TK.masked_fill(weights_TK == 0, -1)
+        ids_TK = self._choice_L[layer](ids_TK.masked_fill(weights_TK == 0, -1))
         output_TH, handle = route(
             hidden_TH, ids_TK, weights_TK, self._placed_L[layer], self._weights_L[layer], self.comms,
             two_hop=self.two_hop, active=active,

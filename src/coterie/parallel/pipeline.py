@@ -24,6 +24,7 @@ from coterie.models.run_text import TextRun, record_text
 from coterie.parallel.steps import Done, Step, run_steps
 from coterie.placement import driver
 from coterie.placement.candidates import Setting
+from coterie.placement.copies import FEWEST_DEVICES
 from coterie.placement.placement import Placement
 from coterie.placement.spectrum_files import INDEX, write_spectrum
 from coterie.progress import Progress, silent
@@ -52,6 +53,8 @@ class CapSetting:
         heldout: share of the tokens that no placement sees; they are timed.
         emulate: sleep the topology's time of experts where ranks share cores.
         seed: of recording and placing.
+        redundant: slots of a layer for copies of experts.
+        dispatch: the rule by which tokens choose copies.
     """
 
     model: str
@@ -66,6 +69,13 @@ class CapSetting:
     heldout: float = 0.2
     emulate: bool = False
     seed: int = 0
+    redundant: int = 0
+    dispatch: str = FEWEST_DEVICES
+
+    @property
+    def copies(self) -> dict[str, Any]:
+        """What `driver.prepare` takes of it about copies; nothing without any."""
+        return {"redundant": self.redundant, "dispatch": self.dispatch} if self.redundant else {}
 
 
 def run_cap(
@@ -113,7 +123,7 @@ class _Work:
         given = {"topology": self.topology.to_json(), "seed": setting.seed}
         model = {"model": _known(setting.model)}
         text = {"text": hashlib.sha256(self.text.encode()).hexdigest()[:16], "run": asdict(setting.run)}
-        fitted = {**given, "heldout": setting.heldout}
+        fitted = {**given, "heldout": setting.heldout, **setting.copies}
         timed = {name: getattr(setting, name) for name in ("batch", "rounds", "best", "emulate")}
         return [
             Step("1-record", TRACE, {**given, **model, **text, "rule": self.rule.describe()}, self._record),
@@ -163,11 +173,14 @@ class _Work:
             "--batch", f"{setting.batch}", "--rounds", f"{setting.rounds}", "--best", f"{setting.best}",
             "--seed", f"{setting.seed}",
         ]  # fmt: skip
-        start_ranks(self.topology.num_devices, [*command, *(["--emulate-compute"] if setting.emulate else [])])
+        command += ["--emulate-compute"] if setting.emulate else []
+        command += [text for name, value in setting.copies.items() for text in (f"--{name}", f"{value}")]
+        start_ranks(self.topology.num_devices, command)
 
     def _prepared(self) -> Setting:
         trace = RoutingTrace.load(self.folder / TRACE)
-        return driver.prepare(trace, self.topology, seed=self.setting.seed, progress=self.progress)
+        setting = self.setting
+        return driver.prepare(trace, self.topology, seed=setting.seed, progress=self.progress, **setting.copies)
 
 
 def picked_placement(folder: Path) -> Placement:
@@ -176,7 +189,8 @@ def picked_placement(folder: Path) -> Placement:
     name, trace = str(report["pick"]), RoutingTrace.load(folder / TRACE)
     if name in ("linear", "eplb", "cap"):
         topology = Topology.parse(str(folder / CALIBRATED))
-        setting = driver.prepare(trace, topology, seed=int(report["seed"]))
+        copies = {name: report[name] for name in ("redundant", "dispatch") if name in report}
+        setting = driver.prepare(trace, topology, seed=int(report["seed"]), **copies)
         return driver.place(setting, name)
     number = int(name.rpartition("-")[2])
     return Placement.load(folder / SPECTRUM / f"place-{number}.json")

@@ -25,7 +25,7 @@ def reference(
 
     Args:
         hidden_GTH: of each rank, [T, H]; T may differ.
-        ids_GTK: of each rank, [T, K], -1 for dropped slots.
+        ids_GTK: of each rank, [T, K], the chosen experts, or copies; -1 for dropped slots.
         weights_GTK: of each rank, [T, K].
         layer: where the experts are.
         run: an expert, by its number in the model.
@@ -46,11 +46,11 @@ def reference(
 
 def visits_between(ids_GTK: Sequence[Tensor], layer: LayerPlacement) -> list[list[int]]:
     """Copies from each rank (row) to each device (column), its own on the diagonal: counted token by token."""
-    devices = layer.device_E.tolist()
+    devices = layer.device_P.tolist()
     counts = [[0] * layer.topology.num_devices for _ in ids_GTK]
     for rank, ids_TK in enumerate(ids_GTK):
         for ids in ids_TK.tolist():
-            for device in {devices[expert] for expert in ids if expert >= 0}:
+            for device in {devices[copy] for copy in ids if copy >= 0}:
                 counts[rank][device] += 1
     return counts
 
@@ -60,16 +60,16 @@ def _device_sums(
     layer: LayerPlacement, run: Expert,
 ) -> dict[tuple[int, int], Tensor]:  # fmt: skip
     """What one device returns for each token (rank, number) that visits it: its experts, weighted, in slot order."""
-    here = set((layer.device_E == device).nonzero().flatten().tolist())
+    here, expert_P = set((layer.device_P == device).nonzero().flatten().tolist()), layer.expert_P.tolist()
     sources = [*(rank for rank in range(len(ids_GTK)) if rank != device), device]  # as rows arrive there
     slots_of: dict[int, list[tuple[int, int, int]]] = {}
     order: list[tuple[int, int, int]] = []
     for rank in sources:
         for token, ids in enumerate(ids_GTK[rank].tolist()):
-            for slot, expert in enumerate(ids):
-                if expert in here:
+            for slot, copy in enumerate(ids):
+                if copy in here:
                     order.append((rank, token, slot))
-                    slots_of.setdefault(expert, []).append((rank, token, slot))
+                    slots_of.setdefault(expert_P[copy], []).append((rank, token, slot))
     outputs: dict[tuple[int, int, int], Tensor] = {}
     for expert, slots in sorted(slots_of.items()):
         rows = run(expert, torch.stack([hidden_GTH[rank][token] for rank, token, _ in slots]))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
 from coterie.placement.copies import FEWEST_DEVICES
-from coterie.placement.step_time import LayerTime, StepCounts, StepModel, count_step
+from coterie.placement.step_time import LayerTime, StepCounts, StepModel, count_step, count_visits, devices_of
 from coterie.pruning.destinations import LayerTokens, PruningRule
 from coterie.topology import Topology
 from coterie.trace.routing_trace import ALL_TOKENS, RoutingTrace, TokenSelector
@@ -121,26 +121,32 @@ class Replay:
             for row, layer in enumerate(self.layers)
         ]  # fmt: skip
 
-    def predict(self, model: StepModel, device_LE: NDArray[Any], steps: Sequence[int] | None = None) -> list[LayerTime]:
+    def predict(
+        self, model: StepModel, device_LE: NDArray[Any], steps: Sequence[int] | None = None, rule: str = FEWEST_DEVICES
+    ) -> list[LayerTime]:
         """Predicted times of steps (None: all), each the sum over the replayed layers."""
         return [
-            model.step(self.counts(step, device_LE, model.topology))
+            model.step(self.counts(step, device_LE, model.topology, rule))
             for step in (range(self.num_steps) if steps is None else steps)
         ]
 
-    def traffic(self, device_LE: NDArray[np.int64], topology: Topology) -> dict[str, float]:
+    def traffic(self, device_LE: NDArray[Any], topology: Topology, rule: str = FEWEST_DEVICES) -> dict[str, float]:
         """Means over the replayed layers of what is sent, per token: "remote_dpt", "peak_traffic" (of visits from other
         homes), "npt", nodes that a token visits, and "remote_npt", those of them that are not its own.
         """
         found: list[tuple[float, ...]] = []
-        node_G = topology.node_of_device()
+        node_G, homes = topology.node_of_device(), self._homes(self.batch)
         num_tokens = self.num_devices * self.ids_LGTK.shape[2]
         for row, layer in enumerate(self.layers):
-            ids, kept = self._flat(self.ids_LGTK[row]), self._flat(self.kept_LGTK[row])
-            homes = self._homes(self.ids_LGTK.shape[2])
-            remote_GG = count_step(ids, kept, device_LE[layer], homes, self.num_devices).copies_GG.copy()
+            remote_GG = np.zeros((self.num_devices, self.num_devices), dtype=np.int64)
+            nodes = np.zeros((topology.num_nodes, topology.num_nodes), dtype=np.int64)
+            for step in range(self.num_steps):
+                part = slice(step * self.batch, (step + 1) * self.batch)
+                ids, kept = self._flat(self.ids_LGTK[row, :, part]), self._flat(self.kept_LGTK[row, :, part])
+                device_TK = devices_of(ids, kept, device_LE[layer], homes, topology, rule)
+                remote_GG += count_visits(device_TK, kept, homes, self.num_devices).copies_GG
+                nodes += count_visits(node_G[device_TK], kept, node_G[homes], topology.num_nodes).copies_GG
             np.fill_diagonal(remote_GG, 0)
-            nodes = count_step(ids, kept, node_G[device_LE[layer]], node_G[homes], topology.num_nodes).copies_GG
             found.append((remote_GG.sum(), remote_GG.sum(axis=0).max(), nodes.sum(), nodes.sum() - np.trace(nodes)))
         means = np.mean(found, axis=0) / num_tokens
         return dict(zip(("remote_dpt", "peak_traffic", "npt", "remote_npt"), means.tolist(), strict=True))

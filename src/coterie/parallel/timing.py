@@ -18,6 +18,7 @@ from torch import Tensor
 from coterie.errors import ConfigError
 from coterie.ops.gated_ffn import ExpertWeights
 from coterie.parallel.comms import Comms, share
+from coterie.parallel.copy_choice import copy_choices
 from coterie.parallel.dispatch import Received, combine, dispatch
 from coterie.parallel.experts import run_experts
 from coterie.parallel.layer_placement import LayerPlacement
@@ -131,7 +132,7 @@ class Stage:
 
         Args:
             replay: the routing; this rank takes its own tokens of it.
-            placement: where experts live.
+            placement: where experts live; copies are chosen by the rule that it was made for, in every step anew.
             experts: what to do with received visits.
             steps: which steps of the replay.
 
@@ -143,14 +144,14 @@ class Stage:
         before = list(self.comms.sent_bytes_G)
         seconds, compute_SL, copies, overhead = [], [], 0, 0
         for step in steps:
-            inputs = self._inputs(replay, step)
+            inputs, choices = self._inputs(replay, step), copy_choices(placement, replay.layers, self.comms.rank)
             overhead -= sum(self.comms.sent_bytes_G)
             share(self.comms, None)  # all start together
             overhead += sum(self.comms.sent_bytes_G)
             started = self.now()
             compute_L = []
-            for layer, (ids_TK, weights_TK) in zip(layers, inputs, strict=True):
-                received, handle = dispatch(hidden_TH, ids_TK, weights_TK, layer, self.comms)
+            for layer, choose, (ids_TK, weights_TK) in zip(layers, choices, inputs, strict=True):
+                received, handle = dispatch(hidden_TH, choose(ids_TK), weights_TK, layer, self.comms)
                 began = self.now()
                 outputs_RH = experts(received)
                 compute_L.append(self.now() - began)

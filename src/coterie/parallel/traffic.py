@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.parallel.comms import Comms, share
+from coterie.placement.copies import rule_of
 from coterie.placement.metrics import measure
 from coterie.placement.placement import Placement
 from coterie.trace.routing_trace import ALL_TOKENS, RoutingTrace
@@ -59,15 +60,19 @@ class Traffic:
 KINDS = ("dispatch", "combine", "metadata")
 
 
-def predicted_bytes(trace: RoutingTrace, placement: Placement, row_bytes: int) -> dict[str, NDArray[np.int64]]:
+def predicted_bytes(
+    trace: RoutingTrace, placement: Placement, row_bytes: int, rule: str | None = None
+) -> dict[str, NDArray[np.int64]]:
     """A trace's "dispatch" and "combine", [L, G, G] bytes, from the metrics of the placement.
 
     Args:
-        trace: the routing; its homes are the ranks where tokens' attention runs.
+        trace: the routing; its homes are the ranks where tokens' attention runs, each rank's in the order they ran in.
         placement: where the experts are.
         row_bytes: of one hidden state.
+        rule: with copies, the dispatch rule; None: the one that they were placed for.
     """
-    layers = measure(trace, placement.device_of_expert(), placement.topology, ALL_TOKENS)
+    named = rule or rule_of(placement.method)
+    layers = measure(trace, placement.where(), placement.topology, ALL_TOKENS, named, by_home=True)
     visits_LGG = np.stack([np.rint(layer.traffic_GG * trace.num_tokens).astype(np.int64) for layer in layers])
     visits_LGG[:, range(visits_LGG.shape[1]), range(visits_LGG.shape[1])] = 0
     return {"dispatch": visits_LGG * row_bytes, "combine": visits_LGG.swapaxes(1, 2) * row_bytes}

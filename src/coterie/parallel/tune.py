@@ -22,6 +22,7 @@ from coterie.parallel.comms import Comms, share
 from coterie.parallel.processes import agreed
 from coterie.parallel.replay import Replay
 from coterie.parallel.timing import Experts, ExpertShape, Stage, emulated_experts, random_experts, require_ranks
+from coterie.placement.copies import rule_of
 from coterie.placement.placement import Placement
 from coterie.placement.step_time import StepModel
 from coterie.progress import Progress, silent
@@ -88,14 +89,14 @@ def tune(
     """
     require_ranks(comms, topology.num_devices, "a topology")
     model = StepModel.of(topology, shape.hidden_size, replay.ids_LGTK.shape[3], shape.dtype.itemsize)
-    candidates = share_candidates(comms, make, topology, spec)
+    candidates = share_candidates(comms, make, spec)
     stage = Stage(comms, shape.hidden_size, shape.dtype)
     steps = [number % replay.num_steps for number in range(setting.rounds)]
     predicted = [
-        float(np.mean([time.total for time in replay.predict(model, each.placement.device_of_expert(), steps)]))
-        for each in candidates
+        float(np.mean([time.total for time in replay.predict(model, place.where(), steps, rule_of(place.method))]))
+        for place in (each.placement for each in candidates)
     ]
-    experts = _experts(comms, topology, shape, spec, setting)
+    experts = _experts(comms, topology, shape, candidates, setting)
 
     def timer(indices: Sequence[int]) -> NDArray[np.float64]:
         chosen = [candidates[index].placement for index in indices]
@@ -132,26 +133,30 @@ def time_in_turns(
     return seconds
 
 
-def share_candidates(
-    comms: Comms, make: Callable[[], Sequence[Candidate]], topology: Topology, spec: MoESpec
-) -> list[Candidate]:
+def share_candidates(comms: Comms, make: Callable[[], Sequence[Candidate]], spec: MoESpec) -> list[Candidate]:
     """Rank 0's candidates, on every rank.
 
     Raises:
         CoterieError: what `make` raised, told by rank 0.
     """
     made = agreed(comms, lambda: list(make()) if comms.rank == 0 else [])
-    plain = [[each.name, each.placement.device_of_expert().tolist(), dict(each.placement.method)] for each in made]
+    plain = [
+        [name, placed.physical_to_logical_map.tolist(), placed.topology.to_json(), dict(placed.method)]
+        for name, placed in ((each.name, each.placement) for each in made)
+    ]
     said = share(comms, plain)[0]
     if comms.rank == 0:
         return made
     return [
-        Candidate(name, Placement.from_devices(np.asarray(device_LE), topology, spec, method))
-        for name, device_LE, method in said
+        Candidate(name, Placement(np.asarray(map_LP), Topology.from_json(topology), spec, method))
+        for name, map_LP, topology, method in said
     ]
 
 
-def _experts(comms: Comms, topology: Topology, shape: ExpertShape, spec: MoESpec, setting: TuneSetting) -> Experts:
+def _experts(
+    comms: Comms, topology: Topology, shape: ExpertShape, candidates: Sequence[Candidate], setting: TuneSetting
+) -> Experts:
     if setting.emulate:
         return emulated_experts(topology.compute_base_s or 0.0, topology.compute_pair_s or 0.0)
-    return random_experts(shape, int(topology.slots(spec.num_experts)[comms.rank]), comms.rank, comms.device)
+    most = max(int(each.placement.slots_per_device[comms.rank]) for each in candidates)
+    return random_experts(shape, most, comms.rank, comms.device)

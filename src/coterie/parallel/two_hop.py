@@ -52,14 +52,14 @@ def dispatch_two_hop(
     Source: CAP §II-C, in two levels.
     """
     topology = layer.topology
-    device_TK = layer.device_E[ids_TK.clamp(min=0)]
+    device_TK = layer.device_P[ids_TK.clamp(min=0)]
     relay_TK = (
         device_TK // topology.devices_per_node * topology.devices_per_node + comms.rank % topology.devices_per_node
     )
     relay_TK = relay_TK.masked_fill(ids_TK < 0, -1)
     nodes = tuple(topology.node_of_device().tolist())
     relayed, outer = send_visits(hidden_TH, ids_TK, weights_TK, relay_TK, nodes, comms, layer.layer, active)
-    device_RK = layer.device_E[relayed.ids_RK.clamp(min=0)].masked_fill(relayed.ids_RK < 0, -1)
+    device_RK = layer.device_P[relayed.ids_RK.clamp(min=0)].masked_fill(relayed.ids_RK < 0, -1)
     received, inner = send_visits(
         relayed.hidden_RH, relayed.ids_RK, relayed.weights_RK, device_RK, nodes, comms, layer.layer, outer.any_active
     )

@@ -7,6 +7,7 @@ puts on devices, just as experts are without copies.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,22 @@ from coterie.topology import Topology
 
 FEWEST_DEVICES = "fewest-devices"
 RULES = (FEWEST_DEVICES, "nearest", "random")
-_RANDOM_SEED = 0
+_SEED = 0
+
+
+def check_rule(rule: str) -> None:
+    """Raise for what is no dispatch rule.
+
+    Raises:
+        ConfigError: naming those that there are.
+    """
+    if rule not in RULES:
+        raise unknown_name("dispatch rule", rule, RULES)
+
+
+def rule_of(method: Mapping[str, Any]) -> str:
+    """The rule that a placement's copies were placed for, by its method; fewest-devices where it does not say."""
+    return str(method.get("dispatch", FEWEST_DEVICES))
 
 
 @dataclass(frozen=True)
@@ -47,6 +63,8 @@ class Copies:
 class Dispatch:
     """Chooses a copy for every expert of every token, by one rule; keeps count of loads from call to call.
 
+    Tokens may come in one call or in many: what is chosen is the same.
+
     The rules, which `RULES` names:
 
     - fewest-devices: experts with one copy first; then, in the router's order, each of the others goes where the token
@@ -54,26 +72,27 @@ class Dispatch:
       least to do so far (its token-expert pairs over its speed). Loads are those of all tokens measured so far.
     - nearest: the copy whose link from the token's home costs least; among equally near ones always the same for one
       home and expert, different homes taking turns. SGLang's `static`.
-    - random: any copy, equally likely. SGLang's `dynamic`; nearly TensorRT-LLM's, where the copies of an expert take
-      turns (NVIDIA/TensorRT-LLM, moeLoadBalanceKernels.cu, moeComputeRouteKernel).
+    - random: any copy, equally likely; drawn for one kept expert after another. SGLang's `dynamic`; nearly
+      TensorRT-LLM's, where the copies of an expert take turns (NVIDIA/TensorRT-LLM, moeLoadBalanceKernels.cu,
+      moeComputeRouteKernel).
 
     Args:
         copies: the layer's.
         topology: devices, links, speeds.
         rule: one of `RULES`.
+        seed: of the rule random.
 
     Raises:
         ConfigError: for another rule.
     """
 
-    def __init__(self, copies: Copies, topology: Topology, rule: str = FEWEST_DEVICES) -> None:
-        if rule not in RULES:
-            raise unknown_name("dispatch rule", rule, RULES)
+    def __init__(self, copies: Copies, topology: Topology, rule: str = FEWEST_DEVICES, seed: int = _SEED) -> None:
+        check_rule(rule)
         self._copies, self._rule = copies, RULES.index(rule)
         self._cost_GG, self._slowness_G = topology.cost_matrix(), 1 / topology.speeds()
         self._node_G = topology.node_of_device()
         self._load_G = np.zeros(topology.num_devices)
-        self._drawn = _RANDOM_SEED
+        self._random = np.random.default_rng(seed)
 
     def choose(self, ids_TK: NDArray[Any], kept_TK: NDArray[np.bool_], home_T: NDArray[np.int64]) -> NDArray[np.int32]:
         """The copy that each token uses for each expert, [T, K]; what stands where nothing is kept means nothing."""
@@ -85,11 +104,36 @@ class Dispatch:
                 copy_TK,
             )  # fmt: skip
         else:
+            by_chance, chance_TK = self._rule == 2, np.zeros(ids_TK.shape)
+            if by_chance:
+                chance_TK[kept_TK] = self._random.random(np.count_nonzero(kept_TK))
             _choose_alone(
-                ids_TK, kept_TK, copies.start_E, copies.device_P, self._cost_GG, home_T, self._rule == 2, self._drawn,
-                copy_TK,
-            )  # fmt: skip
-            self._drawn += 1
+                ids_TK, kept_TK, copies.start_E, copies.device_P, self._cost_GG, home_T, by_chance, chance_TK, copy_TK
+            )
+        return copy_TK
+
+
+class DispatchByHome:
+    """A `Dispatch` for each home, as in a group of ranks: each counts the loads of its own tokens, and sees no others.
+
+    Args:
+        copies: the layer's.
+        topology: devices, links, speeds.
+        rule: one of `RULES`.
+
+    Raises:
+        ConfigError: for another rule.
+    """
+
+    def __init__(self, copies: Copies, topology: Topology, rule: str = FEWEST_DEVICES) -> None:
+        self._homes = [Dispatch(copies, topology, rule, seed=home) for home in range(topology.num_devices)]
+
+    def choose(self, ids_TK: NDArray[Any], kept_TK: NDArray[np.bool_], home_T: NDArray[np.int64]) -> NDArray[np.int32]:
+        """As `Dispatch.choose`; tokens of one home in the order in which they are given."""
+        copy_TK = np.zeros(ids_TK.shape, dtype=np.int32)
+        for home in np.unique(home_T):
+            own_T = home_T == home
+            copy_TK[own_T] = self._homes[home].choose(ids_TK[own_T], kept_TK[own_T], home_T[own_T])
         return copy_TK
 
 
@@ -125,18 +169,17 @@ def choose_fewest(
 
 @njit(cache=True, nogil=True)
 def _choose_alone(
-    ids_TK: Any, kept_TK: Any, start_E: Any, device_P: Any, cost_GG: Any, home_T: Any, by_chance: bool, seed: int,
+    ids_TK: Any, kept_TK: Any, start_E: Any, device_P: Any, cost_GG: Any, home_T: Any, by_chance: bool, chance_TK: Any,
     copy_TK: Any,
 ) -> None:  # fmt: skip
-    """The rules nearest and random, which look at one expert at a time."""
-    np.random.seed(seed)
+    """The rules nearest and random, which look at one expert at a time; `chance_TK`: from 0 to below 1."""
     for t in range(len(ids_TK)):
         for k in range(ids_TK.shape[1]):
             if not kept_TK[t, k]:
                 continue
             e = ids_TK[t, k]
             first, count = start_E[e], start_E[e + 1] - start_E[e]
-            turn = np.random.randint(0, count) if by_chance else (home_T[t] + e) % count
+            turn = int(chance_TK[t, k] * count) if by_chance else (home_T[t] + e) % count
             best = first + turn
             if not by_chance:
                 for step in range(1, count):

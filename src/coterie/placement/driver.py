@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import coterie
-from coterie.errors import ConfigError, InfeasiblePlacement, unknown_name
+from coterie.errors import ConfigError, InfeasiblePlacement
 from coterie.placement.candidates import Candidates, Measured, Setting, measure_candidates, propose
-from coterie.placement.copies import FEWEST_DEVICES, RULES
+from coterie.placement.copies import FEWEST_DEVICES, check_rule
 from coterie.placement.groups import has_freedom
 from coterie.placement.metrics import LayerMetrics, full_metrics
 from coterie.placement.numbering import EXPERT_ORDER_KEY
@@ -61,8 +61,7 @@ def prepare(
         ConfigError: when groups are to be kept and the model has none, or copies are wanted that cannot be.
     """
     spec = trace.spec
-    if dispatch not in RULES:
-        raise unknown_name("dispatch rule", dispatch, RULES)
+    check_rule(dispatch)
     slots_G = topology.slots(spec.num_experts + redundant)
     if redundant:
         _check_copies(redundant, int(slots_G.max()), spec.num_experts, topology, keep_groups=keep_groups)

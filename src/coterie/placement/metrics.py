@@ -11,7 +11,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from coterie.placement.balance import imbalance
-from coterie.placement.copies import FEWEST_DEVICES, RULES, Copies, Dispatch
+from coterie.placement.copies import FEWEST_DEVICES, RULES, Copies, Dispatch, DispatchByHome
 from coterie.profile.coactivation import coactivation_counts, jaccard
 from coterie.topology import Topology
 from coterie.trace.check import pieces
@@ -76,7 +76,7 @@ def _count(
 
 def measure_layer(
     trace: RoutingTrace, layer: int, device_E: NDArray[Any], topology: Topology, tokens: TokenSelector,
-    rule: str = FEWEST_DEVICES,
+    rule: str = FEWEST_DEVICES, by_home: bool = False,
 ) -> LayerMetrics:  # fmt: skip
     """The metrics of one layer on the selected tokens, read a bounded piece at a time.
 
@@ -87,6 +87,7 @@ def measure_layer(
         topology: devices and nodes.
         tokens: which tokens to measure.
         rule: with copies, the dispatch rule (`copies.RULES`).
+        by_home: with copies, whether each home counts loads for itself, as ranks do (`copies.DispatchByHome`).
     """
     num_devices = topology.num_devices
     load_G = np.zeros(num_devices, dtype=np.int64)
@@ -96,7 +97,8 @@ def measure_layer(
     routing = trace.layer(layer, tokens)
     kept_TK, devices, node_G = routing.kept(), np.asarray(device_E), topology.node_of_device()
     copies = Copies.of(devices) if devices.ndim == 2 else None
-    dispatch = None if copies is None else Dispatch(copies, topology, rule)
+    chooser = DispatchByHome if by_home else Dispatch
+    dispatch = None if copies is None else chooser(copies, topology, rule)
     devices = devices.astype(np.int64) if copies is None else copies.device_P
     for piece in pieces(len(homes_T)):
         ids_TK = routing.expert_ids_TK[piece]
@@ -129,10 +131,11 @@ def _metrics(
 
 def measure(
     trace: RoutingTrace, device_LE: NDArray[Any], topology: Topology, tokens: TokenSelector,
-    rule: str = FEWEST_DEVICES,
+    rule: str = FEWEST_DEVICES, by_home: bool = False,
 ) -> list[LayerMetrics]:  # fmt: skip
     """The metrics of every layer, for a placement given as the device of each expert, [L, E]; or [L, E, G] hosts."""
-    return [measure_layer(trace, layer, device_LE[layer], topology, tokens, rule) for layer in range(trace.num_layers)]
+    layers = range(trace.num_layers)
+    return [measure_layer(trace, layer, device_LE[layer], topology, tokens, rule, by_home) for layer in layers]
 
 
 def communication_costs(

@@ -89,12 +89,16 @@ class Placement:
         hosts_LEG[layer_L1, self.physical_to_logical_map, self.device_of_slot()[None, :]] = True
         return hosts_LEG
 
-    def require_no_copies(self) -> None:
-        """Raise InfeasiblePlacement when an expert has more than one slot."""
+    def where(self) -> NDArray[Any]:
+        """As metrics take it: the device of each expert, [L, E]; with copies the devices that hold each, [L, E, G]."""
+        return self.hosts() if self.num_copies else self.device_of_expert()
+
+    def require_no_copies(self, what: str = "this") -> None:
+        """Raise InfeasiblePlacement when an expert has more than one slot; `what` does not take copies."""
         if self.num_copies:
             raise InfeasiblePlacement(
                 f"the placement has {self.physical_to_logical_map.shape[1]} slots for {self.spec.num_experts} experts, "
-                "so some have copies, which only engines' files (coterie export) can carry; place without --redundant"
+                f"so some have copies, which {what} does not take; place without --redundant"
             )
 
     def require_model(self, spec: MoESpec, what: str) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from coterie.errors import ConfigError
-from coterie.placement.copies import FEWEST_DEVICES, Copies, Dispatch
+from coterie.placement.copies import FEWEST_DEVICES, Copies, DispatchByHome
 from coterie.placement.metrics import ACTIVATION_BYTES
 from coterie.topology import Topology
 
@@ -75,22 +75,38 @@ def count_step(
         home_T: [T] the device where each token is.
         num_devices: G.
         topology: with copies, the devices and links that the rule looks at; None: one node of equal devices.
-        rule: with copies, the dispatch rule (`copies.RULES`); loads are those of this step.
+        rule: with copies, the dispatch rule (`copies.RULES`); loads are those of this step, for each home apart.
     """
     kept = np.ones(ids_TK.shape, dtype=np.bool_) if kept_TK is None else kept_TK
-    where = np.asarray(device_E)
-    if where.ndim == 2:
-        copies = Copies.of(where)
-        dispatch = Dispatch(copies, topology or Topology(1, num_devices), rule)
-        device_TK = copies.device_P[dispatch.choose(ids_TK, kept, np.asarray(home_T, dtype=np.int64))]
-    else:
-        device_TK = where.astype(np.int64)[ids_TK]
+    homes = np.asarray(home_T, dtype=np.int64)
+    device_TK = devices_of(ids_TK, kept, np.asarray(device_E), homes, topology or Topology(1, num_devices), rule)
+    return count_visits(device_TK, kept, homes, num_devices)
+
+
+def devices_of(
+    ids_TK: NDArray[Any], kept_TK: NDArray[np.bool_], device_E: NDArray[Any], home_T: NDArray[np.int64],
+    topology: Topology, rule: str,
+) -> NDArray[np.int64]:  # fmt: skip
+    """The device of every token's every expert in one step, [T, K]; arguments as for `count_step`."""
+    device_TK: NDArray[np.int64]
+    if device_E.ndim == 1:
+        device_TK = device_E.astype(np.int64)[ids_TK]
+        return device_TK
+    copies = Copies.of(device_E)
+    device_TK = copies.device_P[DispatchByHome(copies, topology, rule).choose(ids_TK, kept_TK, home_T)]
+    return device_TK
+
+
+def count_visits(
+    device_TK: NDArray[np.int64], kept: NDArray[np.bool_], home_T: NDArray[np.int64], num_devices: int
+) -> StepCounts:
+    """Loads and copies of tokens, given where each of their experts runs, [T, K]; the rest as for `count_step`."""
     load_G = np.bincount(device_TK[kept], minlength=num_devices)
     visits_TG = np.zeros((len(device_TK), num_devices), dtype=np.int64)
     rows = np.broadcast_to(np.arange(len(device_TK))[:, None], device_TK.shape)
     visits_TG[rows[kept], device_TK[kept]] = 1
     copies_GG = np.zeros((num_devices, num_devices), dtype=np.int64)
-    np.add.at(copies_GG, np.asarray(home_T, dtype=np.int64), visits_TG)
+    np.add.at(copies_GG, home_T, visits_TG)
     return StepCounts(load_G, copies_GG)
 
 

@@ -99,6 +99,8 @@ def test_priced_is_fitted_on_a_trace(
         (("--prompt", "a", "--rule", "naive"), "belong to pruning"),
         (("--prompt", "a", "--dtype", "int8"), "no floating-point type"),
         (("--prompt", "a", "--timeout", "0"), "timeout = 0"),
+        (("--prompt", "a", "--dispatch", "nearst"), "did you mean 'nearest'?"),
+        (("--prompt", "a", "--dispatch", "nearest"), "has no copies of experts to choose from"),
         ((), "there is no prompt"),
     ],
 )

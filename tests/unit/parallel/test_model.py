@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from coterie.errors import ConfigError, InfeasiblePlacement
+from coterie.placement.copies import RULES
 from coterie.placement.placement import Placement
+from coterie.spec import MoESpec
 from coterie.topology import Topology
 from coterie.trace.routing_trace import RoutingTrace
 
@@ -29,6 +31,19 @@ def _placed(folder: Path, topology: str, seed: int = 0) -> Placement:
     spec, rng = spec_of(build_skeleton(folder)), np.random.default_rng(seed)
     order_LE = np.stack([rng.permutation(spec.num_experts) for _ in range(spec.num_layers)])
     return Placement(order_LE, Topology.parse(topology), spec)
+
+
+def _copied(folder: Path, topology: str, rule: str) -> Placement:
+    """A random placement whose every device holds two experts more than its share."""
+    plain, rng = _placed(folder, topology), np.random.default_rng(1)
+    hosts_LEG = plain.hosts()
+    for hosts_EG in hosts_LEG:
+        for device in range(plain.topology.num_devices):
+            hosts_EG[rng.permutation(np.flatnonzero(~hosts_EG[:, device]))[:2], device] = True
+    slots = tuple(hosts_LEG[0].sum(axis=0).tolist())
+    return Placement.from_hosts(
+        hosts_LEG, replace(plain.topology, slots_per_device=slots), plain.spec, {"dispatch": rule}
+    )
 
 
 def _on_ranks(folder: Path, placement: Placement, work: Any, **options: Any) -> list[Any]:
@@ -78,12 +93,24 @@ def _whole(folder: Path) -> tuple[Any, list[Any], list[list[Any]]]:
 def test_logits_are_those_of_the_whole_model_and_bytes_those_that_metrics_predict(
     family: str, tiny_checkpoint: Any
 ) -> None:
+    folder = tiny_checkpoint(family)
+    _check_logits_and_bytes(folder, _placed(folder, "3"))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v2"])
+def test_with_copies_logits_are_the_same_and_bytes_those_that_the_rule_predicts(
+    family: str, rule: str, tiny_checkpoint: Any
+) -> None:
+    folder = tiny_checkpoint(family)
+    _check_logits_and_bytes(folder, _copied(folder, "3", rule))
+
+
+def _check_logits_and_bytes(folder: Path, placement: Placement) -> None:
     import torch
 
     from coterie.parallel.traffic import predicted_bytes
 
-    folder = tiny_checkpoint(family)
-    placement = _placed(folder, "3")
     _, expected, chosen = _whole(folder)
     done = _on_ranks(folder, placement, _logits)
     for (logits, _), whole in zip(done, expected, strict=True):
@@ -99,17 +126,20 @@ def test_logits_are_those_of_the_whole_model_and_bytes_those_that_metrics_predic
     assert predicted["dispatch"].sum() > 0
 
 
-def test_two_hops_give_the_same_logits(tiny_checkpoint: Any) -> None:
+@pytest.mark.parametrize("copies", [False, True])
+def test_two_hops_give_the_same_logits(copies: bool, tiny_checkpoint: Any) -> None:
     import torch
 
     folder = tiny_checkpoint("qwen3_moe")
-    flat = _on_ranks(folder, _placed(folder, "3x1"), _logits)
-    relayed = _on_ranks(folder, _placed(folder, "3x1"), _logits, two_hop=True)
+    placement = _copied(folder, "3x1", RULES[0]) if copies else _placed(folder, "3x1")
+    flat = _on_ranks(folder, placement, _logits)
+    relayed = _on_ranks(folder, placement, _logits, two_hop=True)
     for (one, _), (other, _) in zip(flat, relayed, strict=True):
         assert (one is None and other is None) or torch.equal(one, other)
 
 
-def test_a_rank_holds_its_own_experts_alone(tiny_checkpoint: Any) -> None:
+@pytest.mark.parametrize("copies", [0, 6])
+def test_a_rank_holds_its_own_experts_alone(copies: int, tiny_checkpoint: Any) -> None:
     import torch
 
     from coterie.models.layers import find_moe_layers
@@ -118,10 +148,11 @@ def test_a_rank_holds_its_own_experts_alone(tiny_checkpoint: Any) -> None:
     from coterie.parallel.load import load_rank
 
     folder = tiny_checkpoint("deepseek_v2")
-    placement = _placed(folder, "3")
-    whole = find_moe_layers(load_model(folder))
+    placement = _copied(folder, "3", RULES[0]) if copies else _placed(folder, "3")
+    whole, experts_held = find_moe_layers(load_model(folder)), placement.spec.num_experts + copies
     loaded = [load_rank(folder, placement, rank) for rank in range(3)]
-    assert sum(each.expert_bytes for each in loaded) == loaded[0].all_expert_bytes
+    held = sum(each.expert_bytes for each in loaded)
+    assert held * placement.spec.num_experts == loaded[0].all_expert_bytes * experts_held
     for rank, each in enumerate(loaded):
         for layer in find_moe_layers(each.model):
             own = experts_of_device(placement, layer.index, rank)
@@ -209,6 +240,15 @@ def test_refusals(tiny_checkpoint: Any) -> None:
     baked = replace(placement, method={"trace": {"coterie_expert_order": "0123456789abcdef"}})
     with pytest.raises(ConfigError, match="use files of one numbering"):
         load_rank(mixtral, baked, 0)
+
+
+def test_an_unknown_rule_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    from coterie.parallel.expert_parallel import expert_parallel
+    from coterie.parallel.in_memory import run_ranks
+
+    placed = Placement(np.arange(4)[None], Topology(1, 1), MoESpec("toy", 1, 4, 2))
+    with pytest.raises(ConfigError, match="did you mean 'nearest'"):
+        run_ranks(1, lambda comms: expert_parallel(tmp_path, placed, comms, dispatch="nearst"))
 
 
 def test_training_is_refused(tiny_checkpoint: Any) -> None:

@@ -74,6 +74,18 @@ def test_four_steps_in_order_done_once(tmp_path: Path, started: list[list[str]])
     assert again[-1].output == tmp_path / REPORT
 
 
+def test_copies_reach_every_step(tmp_path: Path, started: list[list[str]]) -> None:
+    text = data.text("prose")
+    run_cap(tmp_path, setting(redundant=4, dispatch="nearest"), text, "prose")
+    assert started[-1][-4:] == ["--redundant", "4", "--dispatch", "nearest"]
+    for name in ("start.json", f"{SPECTRUM}/place-0.json"):
+        placed = Placement.load(tmp_path / name)
+        assert (placed.num_copies, placed.method["dispatch"]) == (4, "nearest")
+    again = run_cap(tmp_path, setting(), text, "prose")
+    assert next(step.name for step in again if not step.reused) == "2-place"
+    assert started[-1][-1] != "nearest"
+
+
 def test_a_calibrated_topology_is_taken_as_it_is(tmp_path: Path, started: list[list[str]]) -> None:
     Topology(1, 4, intra_bandwidth_bytes_per_s=1e9, compute_pair_s=1e-6).save(tmp_path / "t.yaml")
     folder = tmp_path / "out"

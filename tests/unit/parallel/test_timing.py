@@ -10,6 +10,7 @@ import pytest
 from coterie.errors import ConfigError
 from coterie.parallel.measured import Point, with_measured
 from coterie.parallel.replay import Replay
+from coterie.placement.copies import RULES
 from coterie.placement.placement import Placement
 from coterie.placement.step_time import StepModel
 from coterie.pruning.destinations import Cap
@@ -57,6 +58,26 @@ def test_every_rank_sends_the_bytes_that_routing_says(parts: tuple[Replay, Place
         assert times.seconds_S.shape == times.compute_S.shape == (2,)
         assert (times.compute_S < times.seconds_S).all()
         assert 0 < times.communication_share < 1
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_with_copies_every_rank_sends_the_bytes_that_the_rule_says(parts: tuple[Replay, Placement], rule: str) -> None:
+    replay, plain = parts
+    hosts_LEG = plain.hosts()
+    for device in range(4):
+        hosts_LEG[:, [(device + 1) % 4, (device + 6) % 16], device] = True
+    copied = Placement.from_hosts(hosts_LEG, plain.topology, plain.spec, {"dispatch": rule})
+    found = run_ranks(4, lambda comms: Stage(comms, 16, torch.float32).time_steps(
+        replay, copied, random_experts(SHAPE, 6), [1, 0]))[0]  # fmt: skip
+    expected_G, steps = np.zeros(4, dtype=np.int64), [1, 0]
+    for counts in (each for step in steps for each in replay.counts(step, copied.where(), copied.topology, rule)):
+        remote_GG = counts.copies_GG - np.diag(np.diag(counts.copies_GG))
+        expected_G += remote_GG.sum(axis=1) * (64 + 4 * 8) + remote_GG.sum(axis=0) * 64 + 3 * 24
+    assert found.sent_bytes_G.tolist() == expected_G.tolist()
+    every = run_ranks(4, lambda comms: Stage(comms, 16, torch.float32).time_steps(
+        replay, copied, random_experts(SHAPE, 6), range(replay.num_steps)))[0]  # fmt: skip
+    tokens = replay.num_steps * 4 * replay.batch * len(replay.layers)
+    assert every.copies / tokens == pytest.approx(replay.traffic(copied.where(), copied.topology, rule)["remote_dpt"])
 
 
 def test_the_bytes_of_the_model_are_those_of_the_runtime(parts: tuple[Replay, Placement]) -> None:

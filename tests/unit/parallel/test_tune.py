@@ -88,3 +88,18 @@ def test_an_uncalibrated_topology_is_refused(make_trace: Any) -> None:
 
     with pytest.raises(ConfigError, match=r"has no compute_pair_s, .* run coterie calibrate"):
         run_ranks(2, work)
+
+
+def test_placements_with_copies_are_candidates_too(make_trace: Any, tmp_path: Any) -> None:
+    trace = make_trace(tokens=400)
+    setting, replay = prepare(trace, CALIBRATED, redundant=4, dispatch="nearest"), Replay.of(trace, 2, batch=20)
+    work = TuneSetting(rounds=2, best=1)
+    found = run_ranks(
+        2, lambda comms: tune(comms, lambda: make_candidates(setting, 2), replay, CALIBRATED, SHAPE, trace.spec, work)
+    )
+    assert np.array_equal(*(each.placement.physical_to_logical_map for each in found))
+    assert (found[0].placement.num_copies, found[1].placement.method["dispatch"]) == (4, "nearest")
+    write_spectrum([each.placement for each in make_candidates(setting, 2)[3:]], tmp_path)
+    assert all(each.placement.num_copies == 4 for each in make_candidates(setting, 9, folder=tmp_path))
+    with pytest.raises(ConfigError, match="4 copies of experts a layer, asked for are 0; give --redundant 4"):
+        make_candidates(prepare(trace, CALIBRATED), 2, folder=tmp_path)

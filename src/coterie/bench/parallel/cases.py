@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from coterie.parallel.candidates import Candidate, make_candidates
 from coterie.parallel.replay import Replay, spaced_layers
-from coterie.placement.driver import prepare
+from coterie.placement.driver import place, prepare
 from coterie.placement.placement import Placement
 from coterie.progress import Progress, silent
 from coterie.pruning.destinations import Cap, Naive, Priced, PruningRule
@@ -22,6 +22,7 @@ from coterie.trace.routing_trace import RoutingTrace, TokenSelector
 from coterie.trace.splits import split
 
 HALF = 0.5
+COPIES = ", copies"  # ends the names of placements with copies
 RULES = ("naive", "cap", "priced", "priced, squares")
 
 
@@ -81,6 +82,15 @@ def candidates_of(
         Candidate(each.name.replace("coterie-", "ours-"), each.placement)
         for each in make_candidates(setting, points, "coterie", heldout=HALF)
     ]
+
+
+def copied(routing: Routing, topology: Topology, redundant: int, seed: int, progress: Progress = silent) -> list[Case]:
+    """EPLB and our default pick with slots for copies of experts, nothing dropped; none without such slots."""
+    if not redundant:
+        return []
+    setting = prepare(routing.trace, topology, seed=seed, progress=progress, redundant=redundant)
+    made = {"eplb": place(setting, "eplb", heldout=HALF), "ours": place(setting, heldout=HALF)}
+    return [Case(f"{name}{COPIES}", placed, "none", 0.0, routing.heldout) for name, placed in made.items()]
 
 
 def unpruned(candidates: Sequence[Candidate], routing: Routing) -> list[Case]:

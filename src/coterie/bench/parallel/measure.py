@@ -17,6 +17,8 @@ from coterie.bench.parallel.workers import Workers
 from coterie.parallel.choice import Choice, choose
 from coterie.parallel.measured import Point, with_measured
 from coterie.parallel.replay import Replay
+from coterie.placement.copies import rule_of
+from coterie.placement.placement import Placement
 from coterie.placement.step_time import StepModel
 from coterie.progress import Progress, silent
 from coterie.topology import Topology
@@ -112,12 +114,12 @@ class Bench:
         return [self._timings(case, rows) for case, rows in zip(cases, found, strict=True)]
 
     def _timings(self, case: Case, rows: list[dict[str, Any]]) -> Timings:
-        model, device_LE, num_devices = self.model(), case.where.device_of_expert(), case.replay.num_devices
+        model, where_LE, num_devices = self.model(), case.where.where(), case.replay.num_devices
         predicted, exact, links = [], True, np.zeros((2, len(self._counted())))
         for row in rows:
-            times = case.replay.predict(model, device_LE, row["steps"])
+            times = case.replay.predict(model, where_LE, row["steps"], rule_of(case.where.method))
             predicted.append(np.mean([time.total for time in times]))
-            bytes_GG = np.sum([_bytes_between(case.replay, model, device_LE, step) for step in row["steps"]], axis=0)
+            bytes_GG = np.sum([_bytes_between(case.replay, model, case.where, step) for step in row["steps"]], axis=0)
             exact &= bool(np.array_equal(bytes_GG.sum(axis=1), row["sent"]))
             links += [self._on_links(bytes_GG), row["wire"]]
         steps = STEPS_A_ROUND * len(rows)
@@ -152,10 +154,10 @@ class Bench:
         return self._files[id(thing)][1]
 
 
-def _bytes_between(replay: Replay, model: StepModel, device_LE: NDArray[np.int64], step: int) -> NDArray[np.int64]:
+def _bytes_between(replay: Replay, model: StepModel, placement: Placement, step: int) -> NDArray[np.int64]:
     """Bytes from rank (row) to rank (column) in a step, [G, G]: copies out, sums back, and what dispatch announces."""
     total_GG = np.zeros((replay.num_devices, replay.num_devices), dtype=np.int64)
-    for counts in replay.counts(step, device_LE):
+    for counts in replay.counts(step, placement.where(), placement.topology, rule_of(placement.method)):
         total_GG += counts.copies_GG * model.dispatch_bytes + counts.copies_GG.T * model.combine_bytes + HEADER_BYTES
     np.fill_diagonal(total_GG, 0)
     return total_GG

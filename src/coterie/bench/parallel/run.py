@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import coterie
-from coterie.bench.parallel.cases import Case, Routing, at_link_costs, candidates_of, pruned, unpruned
+from coterie.bench.parallel.cases import Case, Routing, at_link_costs, candidates_of, copied, pruned, unpruned
 from coterie.bench.parallel.machines import MACHINES, Machine
 from coterie.bench.parallel.measure import HIDDEN_SIZE, TOP_K, Bench
 from coterie.bench.parallel.network import Network, network
@@ -48,6 +48,7 @@ class Setting:
         rounds: of one step each, in which all cases take turns.
         best: candidates besides the baselines that tuning times.
         seed: of placements.
+        redundant: slots of a layer for copies of experts, in two more lines; 0: none.
     """
 
     trace: str = "dsv2lite-law"
@@ -59,6 +60,7 @@ class Setting:
     rounds: int = 3
     best: int = 3
     seed: int = 0
+    redundant: int = 0
 
     def quick(self) -> Setting:
         """A small part of it: two machines, fewer lines, layers and rounds."""
@@ -85,18 +87,21 @@ def bench_parallel(setting: Setting, progress: Progress = silent) -> dict[str, A
     routing = Routing.of(trace, chosen[0].topology.num_devices, setting.batch, setting.layers)
     expert_line = real_experts()
     by_shape: dict[str, list[Candidate]] = {}
+    with_copies: dict[str, list[Case]] = {}
     for machine in chosen:
         if str(machine.topology) not in by_shape:
             made = candidates_of(routing, machine.topology, setting.points, setting.seed, progress)
             by_shape[str(machine.topology)] = made
+            more = copied(routing, machine.topology, setting.redundant, setting.seed, progress)
+            with_copies[str(machine.topology)] = more
     prepared = time.perf_counter() - started
     result: dict[str, Any] = {"rows": [], "tuning": [], "machines": []}
     with tempfile.TemporaryDirectory(prefix="coterie-bench-") as folder:
         for shape, candidates in by_shape.items():
             these = [machine for machine in chosen if str(machine.topology) == shape]
             with network(these[0].topology) as links, workers(links) as team:
-                _run_machines(these, candidates, routing, setting, (links, team), Path(folder), expert_line, result,
-                              progress)  # fmt: skip
+                _run_machines(these, candidates, with_copies[shape], routing, setting, (links, team), Path(folder),
+                              expert_line, result, progress)  # fmt: skip
     shares = {machine.name: machine.share for machine in chosen}
     return {
         **result, "checks": checks(result["rows"], shares), "about": ABOUT, "setting": asdict(setting),
@@ -110,9 +115,9 @@ def bench_parallel(setting: Setting, progress: Progress = silent) -> dict[str, A
 
 
 def _run_machines(
-    these: Sequence[Machine], candidates: Sequence[Candidate], routing: Routing, setting: Setting,
-    parts: tuple[Network, Workers], folder: Path, expert_line: tuple[float, float], result: dict[str, Any],
-    progress: Progress,
+    these: Sequence[Machine], candidates: Sequence[Candidate], copies: Sequence[Case], routing: Routing,
+    setting: Setting, parts: tuple[Network, Workers], folder: Path, expert_line: tuple[float, float],
+    result: dict[str, Any], progress: Progress,
 ) -> None:  # fmt: skip
     """All machines with one number of nodes and devices: the same processes, their links shaped anew for each."""
     links, team = parts
@@ -128,7 +133,7 @@ def _run_machines(
         cases = unpruned(candidates, routing)
         choice = bench.tune(cases, routing.fit, max(3, setting.rounds), setting.best)
         pick = candidates[choice.pick]
-        cases += _lossy(machine, pick, routing, setting)
+        cases += [*_lossy(machine, pick, routing, setting), *copies]
         timings = bench.time(cases, setting.rounds, _named(progress, machine.name))
         rows = rows_of(machine.name, bench.topology, cases, timings)
         ours = {**next(row for row in rows if row["placement"] == pick.name), "placement": "ours", "point": pick.name}

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from coterie.bench.parallel.cases import Case
+from coterie.bench.parallel.cases import COPIES, Case
 from coterie.bench.parallel.measure import HIDDEN_SIZE, Timings
 from coterie.parallel.choice import Choice
+from coterie.placement.copies import rule_of
 from coterie.topology import Topology
 
 BASELINES = ("linear", "eplb")
@@ -28,7 +29,7 @@ def rows_of(
 def _row(machine: str, topology: Topology, case: Case, times: Timings, base: Mapping[str, Timings]) -> dict[str, Any]:
     replay = case.replay
     tokens = replay.num_devices * replay.batch
-    traffic = replay.traffic(case.where.device_of_expert(), topology)
+    traffic = replay.traffic(case.where.where(), topology, rule_of(case.where.method))
     row: dict[str, Any] = {
         "class": machine, "placement": case.placement, "rule": case.rule, "p": case.p,
         "tokens_per_s": tokens / float(np.median(times.seconds_R)),
@@ -86,7 +87,11 @@ def checks(rows: Sequence[Mapping[str, Any]], shares: Mapping[str, float | None]
                 speed = ours[f"speedup_over_{name}"]
                 found.append(_check(machine, f"lossless speed-up over {name}", speed, asked, f"{speed:.2f}x"))
         fastest = max(
-            (row for row in rows if row["class"] == machine and row["rule"] == "none" and row["placement"] != "ours"),
+            (
+                row for row in rows
+                if row["class"] == machine and row["rule"] == "none" and row["placement"] != "ours"
+                and not row["placement"].endswith(COPIES)
+            ),
             key=lambda row: float(row["speedup_over_linear"]),
         )  # fmt: skip
         near = ours["speedup_over_linear"] / fastest["speedup_over_linear"]

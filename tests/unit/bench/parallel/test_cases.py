@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coterie.bench.parallel.cases import RULES, Case, Routing, at_link_costs, candidates_of, pruned, unpruned
+from coterie.bench.parallel.cases import RULES, Case, Routing, at_link_costs, candidates_of, copied, pruned, unpruned
 from coterie.bench.parallel.machines import MACHINES
 from coterie.bench.parallel.measure import Timings
 from coterie.bench.parallel.run import Setting, machines, scaled_experts
@@ -55,6 +55,17 @@ def test_every_rule_at_every_threshold(routing: Routing) -> None:
     first = split(routing.trace, 0.5).first
     assert found[2].replay.kept_weight() >= found[1].replay.kept_weight() - 0.05
     assert squared_loss(routed, Cap(0.3), first) > squared_loss(routed, Cap(0.1), first) > 0
+
+
+def test_lines_with_copies(routing: Routing) -> None:
+    assert copied(routing, Topology(1, 4), 0, seed=0) == []
+    found = copied(routing, Topology(1, 4), 4, seed=0)
+    assert [case.name for case in found] == ["eplb, copies", "ours, copies"]
+    for case in found:
+        assert case.where.num_copies == 4
+        with_them = case.replay.traffic(case.where.where(), Topology(1, 4))["remote_dpt"]
+        first_LE = case.where.hosts().argmax(axis=2)  # the first copy of each alone
+        assert with_them < case.replay.traffic(first_LE, Topology(1, 4))["remote_dpt"]
 
 
 def test_costs_of_crossing_change_what_is_dropped(routing: Routing) -> None:
