@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,9 +40,15 @@ class Session:
         self.pruning = None if config.prune is None else RouterPruning(config, engine, device)
         self.recorder = self._make_recorder(device)
         self._path = None if config.report is None else ranked(config.report, engine.rank)
-        self._due = 0.0
-        self._closed = False
+        self._due = 0.0  # when the counts are to be written again
+        self._written = True  # whether the files hold all that was done
+        self._running = False  # a step
+        self._lock = threading.RLock()  # between steps and the thread that writes while there are none
+        self._closed = threading.Event()
+        self._ended = time.monotonic()  # when the last step did
         atexit.register(self.close)  # an engine in the caller's own process may end without a word
+        if self._path is not None or self.recorder is not None:
+            threading.Thread(target=self._write_when_idle, name="coterie", daemon=True).start()
 
     def route(self, layer: int, weight_TK: Tensor, ids_TK: Tensor) -> tuple[Tensor, Tensor]:
         """What goes on to the experts of a layer, for what its router chose; [T, K] each."""
@@ -54,6 +61,8 @@ class Session:
 
     def begin_step(self, num_tokens: int) -> None:
         """The engine is about to run a step of so many tokens."""
+        with self._lock:
+            self._running = True
         if self.pruning is not None:
             self.pruning.begin_step(num_tokens)
 
@@ -63,8 +72,11 @@ class Session:
             self.pruning.end_step()
         if self.recorder is not None:
             self._try(self._record, requests, finished)
+        self._written = False
         if self._path is not None and time.monotonic() >= self._due:
             self._try(self._write_report)
+        self._ended = time.monotonic()
+        self._running = False
 
     def report(self) -> dict[str, Any]:
         """What was done so far, ready for JSON."""
@@ -84,20 +96,24 @@ class Session:
 
     def flush(self) -> dict[str, Any]:
         """Write the files now; what they and the log say so far."""
-        if self._path is not None:
-            self._try(self._write_report)
-        if self.recorder is not None:
-            self._try(self.recorder.save)
-        return self.report()
+        with self._lock:
+            if self._path is not None:
+                self._try(self._write_report)
+            if self.recorder is not None:
+                self._try(self.recorder.save)
+            self._written = True
+            return self.report()
 
     def close(self) -> None:
         """Write the files for the last time; may be called again."""
-        if not self._closed:
-            self._closed = True
-            atexit.unregister(self.close)
-            self.flush()
-            if self.recorder is not None:
-                self.recorder.close()
+        with self._lock:
+            if not self._closed.is_set():
+                self._closed.set()
+                atexit.unregister(self.close)
+                if not self._written:
+                    self.flush()
+                if self.recorder is not None:
+                    self.recorder.close()
 
     def describe(self) -> str:
         """One line on what is done here."""
@@ -163,6 +179,15 @@ class Session:
         if self.recorder.full:
             self.recorder.save()
             _log.info("coterie: recorded %d tokens to %s", self.recorder.num_tokens, self.recorder.path)
+
+    def _write_when_idle(self) -> None:
+        """vLLM kills its workers when it is told to stop, so what the files lack is written when there is nothing to do."""
+        wait = max(self._config.interval, 0.5)
+        while not self._closed.wait(wait):
+            with self._lock:
+                idle = not self._running and time.monotonic() - self._ended >= wait
+                if idle and not self._written and not self._closed.is_set():
+                    self.flush()
 
     def _write_report(self) -> None:
         assert self._path is not None
