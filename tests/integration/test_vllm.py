@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,13 +107,14 @@ def launch(python: Path, folder: Path, name: str, cases: dict[str, Case], prompt
     sockets.mkdir(exist_ok=True)
     given = {
         **os.environ, "PYTHONPATH": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COTERIE_CONFIG": first,
-        "VLLM_RPC_BASE_PATH": str(sockets), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", **env,
+        "VLLM_RPC_BASE_PATH": str(sockets), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CACHE_ROOT": str(python.parents[1] / "cache"), **env,
     }  # fmt: skip
     results = folder / f"{name}.results.json"
     command = [python, Path(__file__).with_name("vllm_run.py"), folder / f"{name}.json", results]
     ran = subprocess.run(command, env=given, capture_output=True, text=True, timeout=800, check=False)
     log = ran.stdout + ran.stderr
-    assert ran.returncode == 0 and results.is_file(), log[-4000:]
+    assert ran.returncode == 0, log[-4000:]
     return {**dict(zip(cases, json.loads(results.read_text()), strict=True)), "log": log}
 
 
@@ -134,7 +134,9 @@ def served(python: Path, folder: Path, prompts: Any) -> dict[str, Any]:
             "tiny-qwen3-moe", {"prune": {"p": 0}, "devices": 8, "record": {"folder": "traces"}, "report": "none.json"}
         ),
         "cap": Case("tiny-qwen3-moe", {"prune": cap, "devices": 8, "report": "cap.json", "interval": 0}),
-        "costs": Case("tiny-qwen3-moe", {"prune": {"rule": "priced", "prices": "prices.json"}, "devices": "2x2,inter=3"}),
+        "costs": Case(
+            "tiny-qwen3-moe", {"prune": {"rule": "priced", "prices": "prices.json"}, "devices": "2x2,inter=3"}
+        ),
         "baked": Case("baked", {"prune": cap, "devices": 4}),
         "placed": Case("tiny-qwen3-moe", {"prune": {**cap, "renormalise": False}, "placement": "placement.json"}),
         "mixtral": Case("tiny-mixtral", {"prune": {"rule": "naive", "p": 0.45}, "devices": 4}),
@@ -255,14 +257,15 @@ def decisions(trace: RoutingTrace) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_what_does_not_belong_to_the_model_is_refused_in_one_line(served: Any) -> None:
-    for case, said in (("wrong", "use a placement made from this model's trace"), ("numbered", "numbers experts as published")):
+    for case, said in (
+        ("wrong", "use a placement made from this model's trace"),
+        ("numbered", "numbers experts as published"),
+    ):
         assert said in served[case]["message"], served[case]
         assert sum("coterie: " in line and said in line for line in served["log"].splitlines()) == 1
 
 
-def test_every_rank_of_several_processes_writes_its_file(
-    python: Path, folder: Path, prompts: Any, served: Any
-) -> None:
+def test_every_rank_of_several_processes_writes_its_file(python: Path, folder: Path, prompts: Any, served: Any) -> None:
     config = {"prune": {"p": P}, "devices": 8, "report": "tp.json", "record": {"folder": ".", "tokens": 50}}
     cases = {"tp": Case("tiny-qwen3-moe", config, {"tensor_parallel_size": 2})}
     several = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

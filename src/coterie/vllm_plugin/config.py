@@ -119,7 +119,9 @@ def read_config(path: Path) -> PluginConfig:
     if config.placement is not None and config.devices is not None:
         raise ConfigError(f"{path} gives a placement and devices; a placement brings its own devices: leave them out")
     if config.prune is None and (config.report is not None or placement is not None or config.devices is not None):
-        raise ConfigError(f"{path} gives devices, a placement or a report, which are for prune; add it or leave them out")
+        raise ConfigError(
+            f"{path} gives devices, a placement or a report, which are for prune; add it or leave them out"
+        )
     return config
 
 

@@ -81,7 +81,9 @@ class Engine:
             )
         devices = config.devices or Topology.parse(str(ranks))
         experts = self.spec.num_experts
-        if devices.num_devices != ranks or list(devices.slots(experts)) != list(Topology.parse(str(ranks)).slots(experts)):
+        if devices.num_devices != ranks or list(devices.slots(experts)) != list(
+            Topology.parse(str(ranks)).slots(experts)
+        ):
             raise ConfigError(
                 f"{config.source} gives devices {devices}, the engine spreads {experts} experts evenly over {ranks} "
                 "ranks; give as many devices, or none"

@@ -123,4 +123,4 @@ class StepRecorder:
 
     def _layers(self, keep_T: NDArray[np.bool_]) -> Iterator[tuple[NDArray[np.int32], NDArray[np.float32]]]:
         for ids_TK, weight_TK in zip(self._ids_LTK, self._weight_LTK, strict=True):
-            yield tuple(values[: len(keep_T)].cpu().numpy()[keep_T] for values in (ids_TK, weight_TK))  # type: ignore[misc]
+            yield tuple(values[: len(keep_T)].cpu().numpy()[keep_T] for values in (ids_TK, weight_TK))

@@ -139,8 +139,8 @@ class Session:
         ids = "get id -1" if engine.drops else "keep their ids and get weight 0"
         rescaled = "" if pruning.renormalise else "not "
         return (
-            f"prunes destinations by {pruning.rule.name} ({strength}) over devices {pruning.topology}, experts {where}; "
-            f"{home}; dropped experts {ids}, kept weights are {rescaled}rescaled; {engine.traffic()}"
+            f"prunes destinations by {pruning.rule.name} ({strength}) over devices {pruning.topology}, experts {where}"
+            f"; {home}; dropped experts {ids}, kept weights are {rescaled}rescaled; {engine.traffic()}"
         )
 
     def _make_recorder(self, device: torch.device | str) -> StepRecorder | None:
@@ -181,7 +181,7 @@ class Session:
             _log.info("coterie: recorded %d tokens to %s", self.recorder.num_tokens, self.recorder.path)
 
     def _write_when_idle(self) -> None:
-        """vLLM kills its workers when it is told to stop, so what the files lack is written when there is nothing to do."""
+        """Write what the files lack while there is nothing to do: vLLM kills its workers when it is told to stop."""
         wait = max(self._config.interval, 0.5)
         while not self._closed.wait(wait):
             with self._lock:

@@ -137,8 +137,8 @@ def _refuse_layer(layer: Any) -> None:
     if layer.is_monolithic:
         kernel = type(layer._quant_method).__name__
         raise ConfigError(
-            f"the kernel of {layer.layer_name} ({kernel}) chooses experts inside itself, where they cannot be pruned or "
-            "recorded; choose another --moe-backend, e.g. triton"
+            f"the kernel of {layer.layer_name} ({kernel}) chooses experts inside itself, where they cannot be pruned "
+            "or recorded; choose another --moe-backend, e.g. triton"
         )
     shared = layer.expert_map_manager.num_fused_shared_experts
     if shared or isinstance(layer.router, ZeroExpertRouter):
@@ -178,8 +178,9 @@ def _spec(model: Any, layers: list[Any]) -> MoESpec:
     found = (tuple(layer.layer_id for layer in layers), moe.num_logical_experts, moe.experts_per_token)
     if found != (spec.layer_ids, spec.num_experts, spec.top_k):
         raise CheckpointError(
-            f"{spec.model}'s config tells of {spec.num_layers} MoE layers of {spec.num_experts} experts, top-{spec.top_k}; "
-            f"vLLM runs {len(layers)} of {found[1]}, top-{found[2]}; the plugin does not know this model"
+            f"{spec.model}'s config tells of {spec.num_layers} MoE layers of {spec.num_experts} experts, "
+            f"top-{spec.top_k}; vLLM runs {len(layers)} of {found[1]}, top-{found[2]}; the plugin does not know "
+            "this model"
         )
     return spec
 
