@@ -22,7 +22,8 @@ from coterie.spec import MoESpec
 from coterie.topology import Topology
 from coterie.trace.routing_trace import RoutingTrace
 
-pytestmark = [pytest.mark.needs("transformers"), pytest.mark.timeout(900)]
+# one group: engines are started once, not in each of the processes that run tests
+pytestmark = [pytest.mark.needs("transformers"), pytest.mark.timeout(900), pytest.mark.xdist_group("vllm")]
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("COTERIE_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
@@ -86,6 +87,14 @@ def thetas() -> np.ndarray:
     return np.linspace(0.05, 0.12, 16).reshape(4, 4)
 
 
+def environment(python: Path) -> dict[str, str]:
+    """As it is here, with nothing of here; caches stay beside the engine."""
+    return {
+        **os.environ, "PYTHONPATH": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CACHE_ROOT": str(python.parents[1] / "cache"),
+    }  # fmt: skip
+
+
 def launch(python: Path, folder: Path, name: str, cases: dict[str, Case], prompts: Any, **env: str) -> dict[str, Any]:
     """Run cases one after the other in one process; each case's result, by name."""
     from coterie.models.load import resolve
@@ -106,9 +115,8 @@ def launch(python: Path, folder: Path, name: str, cases: dict[str, Case], prompt
     sockets = folder / "rpc"
     sockets.mkdir(exist_ok=True)
     given = {
-        **os.environ, "PYTHONPATH": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COTERIE_CONFIG": first,
-        "VLLM_RPC_BASE_PATH": str(sockets), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CACHE_ROOT": str(python.parents[1] / "cache"), **env,
+        **environment(python), "COTERIE_CONFIG": first, "VLLM_RPC_BASE_PATH": str(sockets),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **env,
     }  # fmt: skip
     results = folder / f"{name}.results.json"
     command = [python, Path(__file__).with_name("vllm_run.py"), folder / f"{name}.json", results]
@@ -277,3 +285,62 @@ def test_every_rank_of_several_processes_writes_its_file(python: Path, folder: P
     assert RoutingTrace.load(folder / "trace-rank0.safetensors").num_tokens == 50
     assert not (folder / "trace-rank1.safetensors").exists()
     assert sum("coterie: prunes" in line for line in result["log"].splitlines()) == 1
+
+
+REFUSALS = """
+import json
+from types import SimpleNamespace as Some
+from coterie.vllm_plugin.adapters import v0_32 as adapter
+
+def said(refuse, *arguments):
+    try:
+        refuse(*arguments)
+    except adapter.ConfigError as error:
+        return str(error)
+
+def engine(speculative=None, **parallel):
+    plain = dict(enable_eplb=False, pipeline_parallel_size=1, prefill_context_parallel_size=1, use_ubatching=False,
+                 enable_expert_parallel=True, expert_placement_strategy="linear")
+    return Some(parallel_config=Some(**{**plain, **parallel}), speculative_config=speculative)
+
+def layer(monolithic=False, shared=0):
+    return Some(is_monolithic=monolithic, layer_name="model.layers.0.mlp.experts", _quant_method=Some(), router=None,
+                expert_map_manager=Some(num_fused_shared_experts=shared))
+
+print(json.dumps([
+    said(adapter._refuse_engine, engine(), True),
+    said(adapter._refuse_engine, engine(speculative=Some()), False),
+    said(adapter._refuse_layer, layer()),
+    said(adapter._refuse_engine, engine(enable_eplb=True), False),
+    said(adapter._refuse_engine, engine(pipeline_parallel_size=2), False),
+    said(adapter._refuse_engine, engine(prefill_context_parallel_size=2), False),
+    said(adapter._refuse_engine, engine(use_ubatching=True), False),
+    said(adapter._refuse_engine, engine(expert_placement_strategy="round_robin"), False),
+    said(adapter._refuse_engine, engine(speculative=Some()), True),
+    said(adapter._refuse_layer, layer(monolithic=True)),
+    said(adapter._refuse_layer, layer(shared=1)),
+]))
+"""
+
+
+def test_ways_to_serve_that_cannot_work_are_refused(python: Path) -> None:
+    """Most of them need GPUs, so the engine is stood in for; that its attributes are named so, the other tests show."""
+    ran = subprocess.run([python, "-c", REFUSALS], env=environment(python), capture_output=True, text=True, check=True)
+    said = json.loads(ran.stdout.splitlines()[-1])
+    assert said[:3] == [None, None, None]
+    words = (
+        "--enable-eplb", "--pipeline-parallel-size", "context parallelism", "--enable-dbo", "round_robin; use linear",
+        "speculative", "--moe-backend", "shared or zero experts",
+    )  # fmt: skip
+    for sentence, word in zip(said[3:], words, strict=True):
+        assert word in sentence
+        assert "\n" not in sentence
+
+
+def test_a_file_that_cannot_be_used_ends_the_start(python: Path, tmp_path: Path) -> None:
+    (tmp_path / "coterie.yaml").write_text("prune: {rule: cap, p: 2}")
+    given = {**environment(python), "COTERIE_CONFIG": str(tmp_path / "coterie.yaml")}
+    command = [python, "-c", "import vllm; vllm.LLM('nothing')"]
+    ran = subprocess.run(command, env=given, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1
+    assert ran.stderr.splitlines()[-1].startswith("coterie.errors.ConfigError: p = 2 in ")
