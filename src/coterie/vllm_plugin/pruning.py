@@ -91,9 +91,14 @@ class RouterPruning:
         return pruned.weight_TK.contiguous(), out_TK, pruned.kept_TK
 
     def stats(self) -> PruneStats:
-        """What was pruned so far; waits for the device."""
+        """What was pruned so far; waits for the device.
+
+        Raises:
+            ConfigError: when the layers were not run on the same tokens.
+        """
         seen = self._seen_L.cpu().numpy()
-        assert (seen == seen[0]).all(), "every layer sees every token"
+        if (seen != seen[0]).any():
+            raise ConfigError(f"MoE layers saw {seen.min()} to {seen.max()} tokens; means need every layer to see all")
         return stats_of(np.asarray(self._sums_LS.cpu().numpy()), int(seen[0]))
 
     def _counted(self, rows: int) -> Tensor:

@@ -157,6 +157,20 @@ def test_an_impossible_decision_ends_the_recording_alone(tmp_path: Path, caplog:
     made.close()
 
 
+def test_the_log_line_tells_of_homes_ids_and_traffic(tmp_path: Path) -> None:
+    from coterie.vllm_plugin.session import Session
+
+    spread = {"expert_ranks": 4, "expert_rank": 3, "all_to_all": True, "backend": "deepep_low_latency"}
+    config = PluginConfig(tmp_path / "coterie.yaml", PruneConfig("cap", 0.25))
+    made = Session(config, Engine("0.32.0", SPEC, renormalises=False, **spread))  # type: ignore[arg-type]
+    assert made.describe() == (
+        "prunes destinations by cap (p = 0.25) over devices 4, experts in order; tokens are at home on device 3; "
+        "dropped experts get id -1, kept weights are not rescaled; deepep_low_latency sends nothing to a dropped device "
+        "(id -1)"
+    )
+    made.close()
+
+
 def test_one_of_the_ranks_that_see_the_same_tokens_records(tmp_path: Path) -> None:
     first, second = (session(tmp_path, attention_ranks=2, rank=rank) for rank in (2, 3))
     assert first.recorder is not None
