@@ -165,8 +165,8 @@ def test_the_log_line_tells_of_homes_ids_and_traffic(tmp_path: Path) -> None:
     made = Session(config, Engine("0.32.0", SPEC, renormalises=False, **spread))  # type: ignore[arg-type]
     assert made.describe() == (
         "prunes destinations by cap (p = 0.25) over devices 4, experts in order; tokens are at home on device 3; "
-        "dropped experts get id -1, kept weights are not rescaled; deepep_low_latency sends nothing to a dropped device "
-        "(id -1)"
+        "dropped experts get id -1, kept weights are not rescaled; deepep_low_latency sends nothing to a dropped "
+        "device (id -1)"
     )
     made.close()
 
