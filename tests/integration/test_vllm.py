@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -78,9 +79,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory, placement: Placement) -> Pa
     made = tmp_path_factory.mktemp("vllm")
     bake(resolve("tiny-qwen3-moe"), placement, made / "baked")
     placement.save(made / "placement.json")
+    save_grouped(made / "grouped")
     rule = {"rule": "priced", "floor": 0.5, "theta": thetas().tolist()}
     (made / "prices.json").write_text(json.dumps({"rule": rule}))
     return made
+
+
+def save_grouped(target: Path) -> None:
+    """A random model with a dense layer, groups of experts, sigmoid scores, their correction and a scaling factor."""
+    import torch
+    import transformers
+
+    from coterie.models.backend import quiet
+    from coterie.models.load import resolve
+
+    config = transformers.AutoConfig.for_model(
+        "glm4_moe", vocab_size=4096, hidden_size=128, intermediate_size=64, moe_intermediate_size=32, head_dim=32,
+        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, first_k_dense_replace=1, n_shared_experts=1,
+        n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2, norm_topk_prob=True,
+        routed_scaling_factor=1.5, initializer_range=0.2, max_position_embeddings=512,
+    )  # fmt: skip
+    with quiet(), torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for name, buffer in model.named_buffers():
+            if "e_score_correction_bias" in name:
+                torch.nn.init.normal_(buffer, std=0.3)
+        model.save_pretrained(target)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(resolve("tiny-qwen3-moe") / name, target)
 
 
 def thetas() -> np.ndarray:
@@ -101,7 +128,7 @@ def launch(python: Path, folder: Path, name: str, cases: dict[str, Case], prompt
 
     jobs, first = [], ""
     for key, case in cases.items():
-        model = folder / case.model if case.model == "baked" else resolve(case.model)
+        model = folder / case.model if (folder / case.model).is_dir() else resolve(case.model)
         file = None
         if case.config is not None:
             file = folder / f"{key}.yaml"
@@ -148,6 +175,7 @@ def served(python: Path, folder: Path, prompts: Any) -> dict[str, Any]:
         "baked": Case("baked", {"prune": cap, "devices": 4}),
         "placed": Case("tiny-qwen3-moe", {"prune": {**cap, "renormalise": False}, "placement": "placement.json"}),
         "mixtral": Case("tiny-mixtral", {"prune": {"rule": "naive", "p": 0.45}, "devices": 4}),
+        "grouped": Case("grouped", {"prune": {**cap, "p": 0.4}, "devices": 4}),
         "wrong": Case("tiny-mixtral", {"prune": cap, "placement": "placement.json"}),
         "numbered": Case("baked", {"prune": cap, "placement": "placement.json"}),
     }
@@ -155,7 +183,7 @@ def served(python: Path, folder: Path, prompts: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def models() -> Callable[[str], Any]:
+def models(folder: Path) -> Callable[[str], Any]:
     from coterie.models.load import load_model
 
     loaded: dict[str, Any] = {}
@@ -164,7 +192,8 @@ def models() -> Callable[[str], Any]:
         import torch
 
         if name not in loaded:
-            loaded[name] = load_model(name, dtype=torch.float32)
+            source = folder / name
+            loaded[name] = load_model(source if source.is_dir() else name, dtype=torch.float32)
             loaded[name].generation_config.eos_token_id = None
         return loaded[name]
 
@@ -209,17 +238,18 @@ def pruned(model: Any, prompts: Any, **how: Any) -> tuple[list[list[int]], dict[
     return tokens, pruner.stats().to_json()
 
 
-@pytest.mark.parametrize("case", ["cap", "costs", "baked", "placed", "mixtral"])
+@pytest.mark.parametrize("case", ["cap", "costs", "baked", "placed", "mixtral", "grouped"])
 def test_pruned_engines_give_the_tokens_of_pruned_transformers(
     case: str, served: Any, plain: Any, models: Any, prompts: Any, placement: Placement
 ) -> None:
-    model = models("tiny-mixtral" if case == "mixtral" else "tiny-qwen3-moe")
+    model = models({"mixtral": "tiny-mixtral", "grouped": "grouped"}.get(case, "tiny-qwen3-moe"))
     how: dict[str, Any] = {
         "cap": {"p": P, "topology": "8"},
         "costs": {"rule": Priced(thetas(), 0.5), "topology": "2x2,inter=3"},
         "baked": {"p": P, "placement": placement},  # numbered in order, the experts lie as they were placed
         "placed": {"p": P, "placement": placement, "renormalise": False},
         "mixtral": {"p": 0.45, "rule": "naive", "topology": "4"},
+        "grouped": {"p": 0.4, "topology": "4"},
     }[case]
     tokens, stats = pruned(model, prompts, **how)
     assert "error" not in served[case], served[case]
