@@ -32,7 +32,7 @@ $(VLLM_VENV)/.installed: pyproject.toml tests/integration/constraints-vllm.txt t
 vllm-env: $(VLLM_VENV)/.installed
 
 test-vllm: $(VENV)/.installed-test $(VENV)/.installed-models vllm-env
-	$(BIN)/python -m pytest tests/integration/test_vllm.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 0 tests/integration/test_vllm.py  # in one process, so that engines start once
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

@@ -23,8 +23,7 @@ from coterie.spec import MoESpec
 from coterie.topology import Topology
 from coterie.trace.routing_trace import RoutingTrace
 
-# one group: engines are started once, not in each of the processes that run tests
-pytestmark = [pytest.mark.needs("transformers"), pytest.mark.timeout(900), pytest.mark.xdist_group("vllm")]
+pytestmark = [pytest.mark.needs("transformers"), pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("COTERIE_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
