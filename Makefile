@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 comma := ,
 
-.PHONY: demo test lint check bench train-tiny clean
+.PHONY: demo test test-vllm vllm-env lint check bench train-tiny clean
 
 # Numba's threads are not used; BLAS threads only fight the layers' own.
 export OMP_NUM_THREADS ?= 1
@@ -21,6 +21,18 @@ demo: $(VENV)/.installed-models
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# An environment of its own for vLLM (2.5 GB), which the tests of the plugin start; without it they are skipped.
+VLLM_VENV := .venv-vllm
+
+$(VLLM_VENV)/.installed: pyproject.toml tests/integration/constraints-vllm.txt tests/integration/vllm_env.py
+	@$(PYTHON) tests/integration/vllm_env.py $(VLLM_VENV)
+	@touch $@
+
+vllm-env: $(VLLM_VENV)/.installed
+
+test-vllm: $(VENV)/.installed-test $(VENV)/.installed-models vllm-env
+	$(BIN)/python -m pytest -n 0 tests/integration/test_vllm.py  # in one process, so that engines start once
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
@@ -45,4 +57,4 @@ train-tiny: $(VENV)/.installed-models
 		$(BIN)/python -m training.train_tiny all --minutes $(MINUTES)
 
 clean:
-	rm -rf $(VENV) build dist coterie-demo
+	rm -rf $(VENV) $(VLLM_VENV) build dist coterie-demo

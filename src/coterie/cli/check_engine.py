@@ -23,10 +23,15 @@ def check_engine(
             {
                 "engine": about.name, "package": found.package, "version": found.version,
                 "supported": about.supported, "newer": found.newer, "path": about.path, "limits": list(about.limits),
+                "plugin": found.plugin, "plugin_versions": found.plugin_versions,
             }
         )  # fmt: skip
         return
     say(f"{found.package} {found.version} is supported ({about.supported})")
     say(f"it takes {about.path}")
+    if found.plugin:
+        say(f"plugin: knows this version ({found.plugin_versions}); COTERIE_CONFIG=file.yaml makes it prune and record")
+    elif found.plugin is not None:
+        say(f"plugin: knows {found.plugin_versions}, not this version, and refuses to start")
     for line in (*about.limits, *([found.newer] if found.newer else [])):
         say(f"note: {line}")

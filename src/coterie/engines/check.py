@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 
 from coterie.errors import BackendUnavailable, unknown_name
+from coterie.vllm_plugin.versions import adapter_name
+from coterie.vllm_plugin.versions import supported as plugin_supported
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,15 @@ class Installed:
         engine: the engine.
         package: the name it is installed under.
         version: its version.
+        plugin: whether the plugin for vLLM knows this version; None: the engine has none.
+        plugin_versions: the range that the plugin knows, or None.
     """
 
     engine: Engine
     package: str
     version: str
+    plugin: bool | None = None
+    plugin_versions: str | None = None
 
     @property
     def newer(self) -> str:
@@ -114,7 +120,7 @@ def check_engine(name: str) -> Installed:
             continue
         found = _numbers(version)
         if engine.first <= found < engine.before:
-            return Installed(engine, package, version)
+            return _with_plugin(Installed(engine, package, version))
         raise BackendUnavailable(
             f"{package} {version} is installed, {engine.supported} was looked at; a baked checkpoint (coterie bake) "
             "needs nothing of the engine but its default layout: try that, and look for its experts' ranks in the log"
@@ -127,6 +133,17 @@ def check_engine(name: str) -> Installed:
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def _with_plugin(found: Installed) -> Installed:
+    """The same, with what the plugin says of this version."""
+    if found.engine.name != "vllm":
+        return found
+    try:
+        adapter_name(found.version)
+    except BackendUnavailable:
+        return replace(found, plugin=False, plugin_versions=plugin_supported())
+    return replace(found, plugin=True, plugin_versions=plugin_supported())
 
 
 def _text(version: tuple[int, ...]) -> str:

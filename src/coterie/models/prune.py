@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from coterie.errors import ConfigError, unknown_name
+from coterie.errors import ConfigError
 from coterie.models.backend import import_transformers, kernel_module
 from coterie.models.intercept import intercept
 from coterie.models.layers import MoELayer, spec_of
-from coterie.models.prune_counts import PruneCounter, PruneStats
-from coterie.placement.numbering import EXPERT_ORDER_KEY, expert_order_of_placement, require_same_numbering
+from coterie.models.prune_counts import PruneCounter
+from coterie.ops.prune_choice import devices_of, rule_of
+from coterie.ops.prune_stats import PruneStats
+from coterie.placement.numbering import EXPERT_ORDER_KEY
 from coterie.placement.placement import Placement
-from coterie.pruning.destinations import Cap, Naive, Priced, PruningRule
-from coterie.pruning.routed import linear_devices
+from coterie.pruning.destinations import Priced, PruningRule
 from coterie.spec import MoESpec
 from coterie.topology import Topology
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Homes = Literal["rows"] | Sequence[int] | int | None
-RULES = ("cap", "naive", "priced")
 KERNELS = {"torch": "coterie.ops.prune_layer", "triton": "coterie.ops.prune_destinations_triton"}
 
 # families whose chosen weights always, or never, sum to one; the others say so by `norm_topk_prob`
@@ -88,9 +88,9 @@ def prune_destinations(
     """
     import_transformers()
     ops, spec = kernel_module(kernel, KERNELS, model), spec_of(model)
-    device_LE, links = _where(spec, placement, topology, getattr(model.config, EXPERT_ORDER_KEY, None))
+    device_LE, links = devices_of(spec, placement, topology, getattr(model.config, EXPERT_ORDER_KEY, None))
     pruner = DestinationPruner(
-        spec, device_LE, links, _rule(rule, p, thetas, floor, (spec.num_layers, links.num_devices)),
+        spec, device_LE, links, rule_of(rule, p, thetas, floor, (spec.num_layers, links.num_devices)),
         _homes(homes, links.num_devices), renormalises(model) if renormalise is None else renormalise, count, ops,
     )  # fmt: skip
     with ExitStack() as stack:
@@ -200,52 +200,6 @@ def renormalises(model: Any) -> bool:
             "say renormalise=True or False"
         )
     return bool(says)
-
-
-def _where(
-    spec: MoESpec, placement: Placement | None, topology: Topology | str | None, expert_order: str | None
-) -> tuple[NDArray[np.int64], Topology]:
-    """The device of every expert, and the topology."""
-    if placement is not None:
-        if topology is not None:
-            raise ConfigError("a placement brings its own topology; leave the other out")
-        placement.require_model(spec, "the model")
-        given = expert_order_of_placement(placement.method)
-        require_same_numbering(given, "the placement", expert_order, "the model")
-        return placement.device_of_expert(), placement.topology
-    if topology is None:
-        raise ConfigError("destinations need devices: give a placement, or a topology like 8 for experts in order")
-    parsed = Topology.parse(topology) if isinstance(topology, str) else topology
-    return linear_devices(spec, parsed), parsed
-
-
-def _rule(
-    rule: str | PruningRule, p: float | None, thetas: ArrayLike | None, floor: float, shape: tuple[int, int]
-) -> PruningRule:
-    """The rule with its strength; `shape`: layers and devices."""
-    if isinstance(rule, str) and rule not in RULES:
-        raise unknown_name("pruning rule", rule, RULES)
-    if not isinstance(rule, str):
-        if p is not None or thetas is not None or floor:
-            raise ConfigError(f"the rule {rule.name} was given with its strength; leave p, thetas and floor out")
-        if not isinstance(rule, Cap | Naive | Priced):
-            raise ConfigError(
-                f"the rule {rule.name} has no form that runs in a model; choose one of {', '.join(RULES)}"
-            )
-    elif rule == "priced":
-        if thetas is None or p is not None:
-            raise ConfigError("the rule priced takes thetas [L, G] and no p; fit them on a trace of the model")
-        rule = Priced(np.asarray(thetas, dtype=np.float64), floor)
-    else:
-        if p is None or thetas is not None or floor:
-            raise ConfigError(f"the rule {rule} takes p, e.g. 0.2, and neither thetas nor a floor")
-        rule = Cap(p) if rule == "cap" else Naive(p)
-    if isinstance(rule, Priced) and rule.theta_LG.shape != shape:
-        raise ConfigError(
-            f"thetas have shape {list(rule.theta_LG.shape)}, the model and its devices need {list(shape)}; "
-            "fit them on a trace of this model under this placement"
-        )
-    return rule
 
 
 def _homes(homes: Any, num_devices: int) -> Homes:

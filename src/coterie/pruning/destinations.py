@@ -3,6 +3,9 @@
 A device visited for little routing weight over an expensive link is a bad bargain: `cap` weighs one against the
 other within each token, `priced` asks of each visit what the busiest device charges for it, and `naive`, the
 baseline, drops experts without asking where they live. `reference.py` states each rule in plain Python.
+
+What is compiled is imported when it runs: inside vLLM the rules run in torch, and Numba must not be loaded (see
+`vllm_plugin`).
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from coterie.errors import ConfigError
-from coterie.pruning import kernels
 
 NO_HOME = -1
 
@@ -104,6 +106,8 @@ class Cap:
 
     def prune_layer(self, layer: int, tokens: LayerTokens) -> NDArray[np.bool_]:
         """Which slots stay kept, [T, K]; the rule is the same in every layer."""
+        from coterie.pruning import kernels
+
         if self.p == 0:
             return tokens.before_TK.copy()
         return kernels.cap_tokens(
@@ -136,6 +140,8 @@ class Naive:
 
     def prune_layer(self, layer: int, tokens: LayerTokens) -> NDArray[np.bool_]:
         """Which slots stay kept, [T, K]; the rule is the same in every layer."""
+        from coterie.pruning import kernels
+
         if self.p == 0:
             return tokens.before_TK.copy()
         return kernels.naive_tokens(tokens.weight_TK, tokens.before_TK, self.p)
@@ -171,6 +177,8 @@ class Priced:
 
     def prune_layer(self, layer: int, tokens: LayerTokens) -> NDArray[np.bool_]:
         """Which slots stay kept in MoE layer `layer`, [T, K]."""
+        from coterie.pruning import kernels
+
         theta_G = np.ascontiguousarray(self.theta_LG[layer], dtype=np.float64)
         return kernels.priced_tokens(
             tokens.device_TK, tokens.weight_TK, tokens.before_TK, tokens.home_T, tokens.cost_GG, theta_G, self.floor

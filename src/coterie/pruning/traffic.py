@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.pruning import kernels
 from coterie.pruning.destinations import LayerTokens
 
 
 def remote_visits(tokens: LayerTokens, kept_TK: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Tokens that visit each device without living there, [G]."""
+    from coterie.pruning import kernels
+
     return kernels.count_remote_visits(tokens.device_TK, kept_TK, tokens.home_T, len(tokens.cost_GG))
 
 
@@ -26,4 +27,6 @@ def remote_peak_traffic(visits_G: NDArray[np.int64], num_tokens: int) -> float:
 
 def kept_weight(tokens: LayerTokens, kept_TK: NDArray[np.bool_]) -> NDArray[np.float64]:
     """Share of each token's routing weight that is still kept, [T]; 1 for a token that had nothing to lose."""
+    from coterie.pruning import kernels
+
     return kernels.kept_weight(tokens.weight_TK, tokens.before_TK, kept_TK)

@@ -77,7 +77,23 @@ def test_the_command(install: Any, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         assert exited.value.code == 0
         shown = capsys.readouterr().out
         if arguments:
-            assert json.loads(shown)["supported"] == ">=0.32,<0.34"
+            told = json.loads(shown)
+            assert told["supported"] == ">=0.32,<0.34"
+            assert (told["plugin"], told["plugin_versions"]) == (True, ">=0.32,<0.33")
         else:
             assert "vllm 0.32.0 is supported (>=0.32,<0.34)" in shown
             assert "it takes a baked checkpoint" in shown
+            assert "plugin: knows this version (>=0.32,<0.33); COTERIE_CONFIG" in shown
+
+
+def test_a_version_without_plugin_is_told_of(
+    install: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install("vllm", "0.33.0")
+    assert check_engine("vllm").plugin is False
+    monkeypatch.setattr(sys, "argv", ["coterie", "check-engine", "vllm"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "plugin: knows >=0.32,<0.33, not this version, and refuses to start" in capsys.readouterr().out
+    install("sglang", "0.5.23")
+    assert check_engine("sglang").plugin is None
