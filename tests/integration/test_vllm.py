@@ -366,6 +366,28 @@ def test_ways_to_serve_that_cannot_work_are_refused(python: Path) -> None:
         assert "\n" not in sentence
 
 
+INVERSE = """
+from coterie.vllm_plugin.adapters import v0_32 as adapter
+names = ("load_model", "execute_model", "shutdown")
+before = [getattr(adapter.Worker, name) for name in names]
+adapter.install()
+adapter.install()
+wrapped = [getattr(adapter.Worker, name) for name in names]
+assert all(now is not then and now.__wrapped__ is then for now, then in zip(wrapped, before)), "wrapped once"
+assert hasattr(adapter.Worker, "coterie_report")
+adapter.uninstall()
+adapter.uninstall()
+assert [getattr(adapter.Worker, name) for name in names] == before
+assert not hasattr(adapter.Worker, "coterie_report")
+print("as before")
+"""
+
+
+def test_hooking_in_has_an_inverse(python: Path) -> None:
+    ran = subprocess.run([python, "-c", INVERSE], env=environment(python), capture_output=True, text=True, check=False)
+    assert ran.stdout.splitlines()[-1:] == ["as before"], ran.stderr
+
+
 def test_a_file_that_cannot_be_used_ends_the_start(python: Path, tmp_path: Path) -> None:
     (tmp_path / "coterie.yaml").write_text("prune: {rule: cap, p: 2}")
     given = {**environment(python), "COTERIE_CONFIG": str(tmp_path / "coterie.yaml")}

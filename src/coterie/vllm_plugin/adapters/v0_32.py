@@ -32,12 +32,21 @@ _ATTRIBUTE = "_coterie_session"  # of a worker
 
 
 def install() -> None:
-    """Wrap the worker's methods, once in a process."""
+    """Wrap the worker's methods, once in a process; `uninstall` takes it back."""
     if hasattr(Worker, "coterie_report"):
         return
     for name, wrap in (("load_model", _loading), ("execute_model", _stepping), ("shutdown", _ending)):
         setattr(Worker, name, wrap(getattr(Worker, name)))
     Worker.coterie_report = _report
+
+
+def uninstall() -> None:
+    """Leave vLLM as it was, for workers to come; those that have loaded a model keep their routers."""
+    if not hasattr(Worker, "coterie_report"):
+        return
+    for name in ("load_model", "execute_model", "shutdown"):
+        setattr(Worker, name, getattr(Worker, name).__wrapped__)
+    del Worker.coterie_report
 
 
 def _loading(load: Callable[..., None]) -> Callable[..., None]:
