@@ -157,7 +157,7 @@ def test_sglangs_flags_in_the_guide_and_the_export_exist(engine_code: Any, tmp_p
                 continue
             assert flag in known, flag
             assert not known[flag] or value in known[flag], (flag, value)
-    ours = {"--topology", "--dispatch"}
+    ours = {"--topology", "--dispatch", "--redundant"}
     for flag in set(re.findall(r"`(--[a-z0-9-]+)", guide)) - ours:
         assert flag in known, flag
 

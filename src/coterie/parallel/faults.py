@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -51,10 +52,27 @@ class Faults:
         how = f"did not answer within {self._timeout:g} s" if timed_out else "is gone"
         remedy = "give a longer --timeout if it is only slow" if timed_out else "its own output says why"
         try:
-            return RankError(f"rank {self._rank}: {self._culprit(how)}; {remedy}, then start again")
+            told = RankError(f"rank {self._rank}: {self._culprit(how)}; {remedy}, then start again")
         except RuntimeError:  # the store went with the rank that keeps it
             whose = "rank 0" if self._hosted_here else "the launcher"
             return RankError(f"rank {self._rank}: {whose} ended, and the group with it; its own output says why")
+        with suppress(RuntimeError):
+            self._store.set(f"explained/{self._rank}", how)
+            if self._hosted_here and self._rank == 0:
+                self._stay()
+        return told
+
+    def _stay(self) -> None:
+        """Keep the store until the others have read what they need there, or cannot any more."""
+        others = list(range(1, self._size))
+        people = {rank: json.loads(self._store.get(f"here/{rank}")) for rank in others}
+        end = time.monotonic() + _GRACE_SECONDS
+        while others and time.monotonic() < end:
+            others = [
+                rank for rank in others
+                if not self._store.check([f"explained/{rank}"]) and _state(*people[rank]) is None
+            ]  # fmt: skip
+            time.sleep(_POLL_SECONDS if others else 0)
 
     def _culprit(self, how: str) -> str:
         """Who failed, in words."""

@@ -129,3 +129,20 @@ def test_it_does_not_take_long() -> None:
     started = time.monotonic()
     one.explain(CLOSED)
     assert time.monotonic() - started < 20
+
+
+def test_who_keeps_the_store_stays_until_the_others_have_read_it() -> None:
+    """Rank 1 failed; rank 0 knows at once, and rank 2 reads why a little later."""
+    store, ended = dist.HashStore(), []
+    keeper, late = faults(store, 0, hosted_here=True), faults(store, 2)
+    elsewhere(store, 1)
+    store.set("failed/1", "OSError: disk full")
+    explaining = threading.Thread(target=lambda: ended.append(str(keeper.explain(CLOSED))))
+    explaining.start()
+    time.sleep(0.1)
+    assert not ended, "rank 0 ended before rank 2 had read"
+    assert "rank 1 failed with OSError: disk full" in str(late.explain(CLOSED))
+    store.set("explained/1", "is gone")
+    explaining.join(timeout=0.2)
+    assert ended
+    assert "rank 1 failed with OSError: disk full" in ended[0]
