@@ -7,7 +7,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,24 +60,28 @@ class Session:
             self.recorder.put(layer, weight_TK, ids_TK)
         return weight_TK, out_TK
 
-    def begin_step(self, num_tokens: int) -> None:
-        """The engine is about to run a step of so many tokens."""
+    @contextmanager
+    def step(self, num_tokens: int) -> Iterator[None]:
+        """While the engine runs a step of so many tokens; `end_step` belongs into it, once the step was launched."""
         with self._lock:
             self._running = True
         if self.pruning is not None:
             self.pruning.begin_step(num_tokens)
+        try:
+            yield
+        finally:
+            if self.pruning is not None:
+                self.pruning.end_step()
+            self._written, self._running, self._ended = False, False, time.monotonic()
 
     def end_step(self, requests: Callable[[], Sequence[RequestRows]], finished: Sequence[str] = ()) -> None:
-        """The step was launched; `requests` says whose tokens its rows are. Serving goes on whatever fails here."""
+        """Record and tell; `requests` says whose tokens the rows are. Serving goes on whatever fails here."""
         if self.pruning is not None:
             self.pruning.end_step()
         if self.recorder is not None:
             self._try(self._record, requests, finished)
-        self._written = False
         if self._path is not None and time.monotonic() >= self._due:
             self._try(self._write_report)
-        self._ended = time.monotonic()
-        self._running = False
 
     def report(self) -> dict[str, Any]:
         """What was done so far, ready for JSON."""
@@ -111,7 +116,7 @@ class Session:
                 self._closed.set()
                 atexit.unregister(self.close)
                 if not self._written:
-                    self.flush()
+                    self._try(self.flush)
                 if self.recorder is not None:
                     self.recorder.close()
 
@@ -172,7 +177,7 @@ class Session:
             return
         try:
             self.recorder.end_step(requests(), finished)
-        except CoterieError:
+        except Exception:  # of vLLM's insides too: what cannot be told apart any more is recorded no further
             self.recorder.close()
             self.recorder = None
             raise
@@ -187,18 +192,20 @@ class Session:
             with self._lock:
                 idle = not self._running and time.monotonic() - self._ended >= wait
                 if idle and not self._written and not self._closed.is_set():
-                    self.flush()
+                    self._try(self.flush)
 
     def _write_report(self) -> None:
         assert self._path is not None
         self._due = time.monotonic() + self._config.interval
         write_text(self._path, json.dumps(self.report(), indent=1) + "\n")
 
-    def _try(self, do: Callable[..., None], *arguments: Any) -> None:
+    def _try(self, do: Callable[..., object], *arguments: Any) -> None:
         try:
             do(*arguments)
         except CoterieError as error:
             _log.error("coterie: %s", error)
+        except Exception:  # a fault of the plugin's must not end the engine
+            _log.exception("coterie: %s failed; serving goes on without it", getattr(do, "__name__", do))
 
 
 def ranked(path: Path, rank: int) -> Path:

@@ -47,13 +47,13 @@ class Requests:
         from coterie.vllm_plugin.recording import RequestRows
 
         total = sum(part[2] for part in parts)
-        self.session.begin_step(total)
-        for layer in range(2):
-            rows = [self.choice(name, start + i, layer) for name, start, count, _ in parts for i in range(count)]
-            rows += [(np.full(4, np.nan, np.float32), np.arange(4))] * padding
-            weights, ids = (np.stack(each) for each in zip(*rows, strict=True))
-            self.session.route(layer, torch.tensor(weights), torch.tensor(ids, dtype=torch.int32))
-        self.session.end_step(lambda: [RequestRows(*part) for part in parts], finished)
+        with self.session.step(total):
+            for layer in range(2):
+                rows = [self.choice(name, start + i, layer) for name, start, count, _ in parts for i in range(count)]
+                rows += [(np.full(4, np.nan, np.float32), np.arange(4))] * padding
+                weights, ids = (np.stack(each) for each in zip(*rows, strict=True))
+                self.session.route(layer, torch.tensor(weights), torch.tensor(ids, dtype=torch.int32))
+            self.session.end_step(lambda: [RequestRows(*part) for part in parts], finished)
 
     @staticmethod
     def choice(name: str, position: int, layer: int) -> tuple[Any, Any]:
@@ -149,11 +149,43 @@ def test_an_impossible_decision_ends_the_recording_alone(tmp_path: Path, caplog:
     from coterie.vllm_plugin.recording import RequestRows
 
     made = session(tmp_path)
-    made.begin_step(1)
-    made.route(0, torch.full((1, 4), torch.nan), torch.zeros(1, 4, dtype=torch.int32))
-    made.end_step(lambda: [RequestRows("a", 0, 1, 1)])
+    with made.step(1):
+        made.route(0, torch.full((1, 4), torch.nan), torch.zeros(1, 4, dtype=torch.int32))
+        made.end_step(lambda: [RequestRows("a", 0, 1, 1)])
     assert "coterie: " in caplog.text
     assert made.recorder is None
+    made.close()
+
+
+def test_a_fault_of_the_plugins_own_ends_the_recording_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = session(tmp_path)
+
+    def rows() -> Any:
+        raise KeyError("a request that nobody told of")
+
+    with made.step(1):
+        made.end_step(rows)
+    assert "serving goes on without it" in caplog.text
+    assert made.recorder is None
+    Requests(made).step(("a", 0, 5, 5))
+    made.close()
+
+
+def test_a_step_that_breaks_off_does_not_keep_the_engine_from_ending(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its layers saw different tokens, of which no means can be told; files and scratch are given up all the same."""
+    import torch
+
+    made = session(tmp_path, PruneConfig("cap", 0.4))
+    recorder = made.recorder
+    with pytest.raises(RuntimeError, match="out of memory"), made.step(1):  # noqa: PT012 - as an engine's forward does
+        made.route(0, torch.full((1, 4), 0.25), torch.tensor([[0, 1, 2, 3]], dtype=torch.int32))
+        raise RuntimeError("out of memory")
+    assert not made._running
+    made.close()
+    assert "MoE layers saw 0 to 1 tokens" in caplog.text
+    assert recorder._growing._file.closed
     made.close()
 
 

@@ -69,9 +69,10 @@ def _stepping(execute: Callable[..., Any]) -> Callable[..., Any]:
         session: Session | None = getattr(self, _ATTRIBUTE, None)
         if session is None:
             return execute(self, scheduler_output)
-        session.begin_step(scheduler_output.total_num_scheduled_tokens)
-        result = execute(self, scheduler_output)
-        session.end_step(lambda: _rows(self.model_runner, scheduler_output), tuple(scheduler_output.finished_req_ids))
+        with session.step(scheduler_output.total_num_scheduled_tokens):
+            result = execute(self, scheduler_output)
+            finished = tuple(scheduler_output.finished_req_ids)
+            session.end_step(lambda: _rows(self.model_runner, scheduler_output), finished)
         return result
 
     return execute_model
@@ -81,9 +82,11 @@ def _ending(end: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(end)
     def shutdown(self: Any) -> None:
         session: Session | None = getattr(self, _ATTRIBUTE, None)
-        if session is not None:
-            session.close()
-        end(self)
+        try:
+            if session is not None:
+                session.close()
+        finally:
+            end(self)
 
     return shutdown
 
