@@ -193,7 +193,9 @@ def _begin(out: Path, header: StoreHeader, fingerprint: str) -> int:
             raise ConfigError(f"{out} holds {min(strangers or _OWN_FILES)}; name a new folder")
         write_text(packing, json.dumps(settings, indent=1) + "\n")
     elif parse_json(read_text(packing, ConfigError), packing, ConfigError) != settings:
-        raise ConfigError(f"{out} holds an unfinished store of another model or order; remove it or name a new folder")
+        raise ConfigError(
+            f"{out} holds an unfinished store of another model, order or number of bits; remove it or name a new folder"
+        )
     for name in (EXPERTS_FILE, CHECKSUMS_FILE, SCALES_FILE):
         (out / name).touch()
     return _written(out, header.layout)

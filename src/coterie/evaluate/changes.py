@@ -115,11 +115,12 @@ def widths(model: Any, plan: WidthPlan) -> Change:
 
 
 def rounding() -> Change:
-    """Experts' weights in eight bits, as a store of `coterie pack --bits 8` holds them."""
+    """Experts' weights in eight bits, as a store of `coterie pack --bits 8` holds them; of one model."""
+    kept: dict[int, Any] = {}
 
     @contextmanager
     def apply(model: Any, sequences: Sequence[int] | None) -> Iterator[None]:
-        with rounded(model):
+        with rounded(model, kept):
             yield
 
     return Change("rounding", apply, {"bits": 8})

@@ -15,35 +15,41 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def rounded(model: Any) -> Iterator[None]:
+def rounded(model: Any, kept: dict[int, Tensor] | None = None) -> Iterator[None]:
     """Round the experts' weights inside the block; afterwards they are as they were, bit for bit.
+
+    Rounded weights are held beside the others, so experts take twice their memory.
 
     The plain form of what stores in eight bits compute: every gate row, up row and down column of a neuron is rounded
     to 127 steps of its largest element each way. In bfloat16 and float16 the rounded weights are rounded once more.
 
     Args:
         model: a Transformers model, its experts gated and fused.
+        kept: filled with the rounded weights, for the next time that the same model is rounded.
 
     Raises:
         CheckpointError: when the model's MoE layers are not recognised, or their experts are not gated and fused.
     """
     gated = importlib.import_module("coterie.ops.gated_ffn").ExpertWeights
+    kept = {} if kept is None else kept
     with ExitStack() as stack:
         for layer in find_moe_layers(model):
             experts: Any = layer.experts
             gated.of(experts)  # refuses what is laid out otherwise
             along = 1 if experts.is_transposed else 2
-            stack.enter_context(_replaced(experts.gate_up_proj, along))
-            stack.enter_context(_replaced(experts.down_proj, 3 - along))
+            stack.enter_context(_replaced(experts.gate_up_proj, along, kept))
+            stack.enter_context(_replaced(experts.down_proj, 3 - along, kept))
         yield
 
 
 @contextmanager
-def _replaced(weights: Any, along: int) -> Iterator[None]:
+def _replaced(weights: Any, along: int, kept: dict[int, Tensor]) -> Iterator[None]:
     """One tensor [E, ., .], rows running along an axis."""
     before = weights.data
     try:
-        weights.data = _rounded(before, along)
+        if id(weights) not in kept:
+            kept[id(weights)] = _rounded(before, along)
+        weights.data = kept[id(weights)]
         yield
     finally:
         weights.data = before

@@ -22,7 +22,7 @@ def sweeps(visit: Visit, num_experts: int) -> bool:
 
 
 def next_of_sweep(visit: Visit, cache: ExpertCache, layer: int) -> tuple[int, int] | None:
-    """The next layer's expert to be read: the one worth most to the policy, as wide as this one's median or the room.
+    """The next layer's expert to be read: the one worth most to the policy, as wide as all of this one's, or the room.
 
     Args:
         visit: this layer's.
@@ -33,7 +33,7 @@ def next_of_sweep(visit: Visit, cache: ExpertCache, layer: int) -> tuple[int, in
         The expert and how many of its first blocks; None when all are there.
     """
     room = cache.budget_blocks - int(cache.pinned_LE.sum())
-    blocks = min(int(np.median(list(visit.need.values()))), room)
+    blocks = min(*visit.need.values(), room)
     short_N = np.flatnonzero(cache.reserved_LE[layer] < blocks)
     if not len(short_N):
         return None

@@ -32,7 +32,7 @@ class Flights:
         layout: of the store.
         rates: told how fast reads are.
         stats: told of the most memory that is taken, and of waiting.
-        timeout: seconds that a read may take, at most.
+        timeout: seconds to wait for a read, or for the next piece of an expert, at most.
         timeline: told of every wait.
 
     Attributes:
@@ -84,7 +84,8 @@ class Flights:
             self._read(decision.layer, expert, first, end, evictions.room) for expert, first, end in ordered
         ]  # fmt: skip
         evictions.finish()
-        self._giving.update(dict.fromkeys(evictions.experts, begun))
+        for key in evictions.experts:  # an earlier decision's reads may still be giving back other parts of it
+            self._giving[key] = [load for load in self._giving.get(key, ()) if not load.ended] + begun
 
     def fetch(self, layer: int, expert: int, blocks: int) -> None:
         """Read the first blocks of an expert, for which the cache has reserved memory, and wait for them.
@@ -120,6 +121,17 @@ class Flights:
         self._cache.loaded(layer, np.array([(expert, load.first, load.end) for load in loads]))
         del self._flying[layer, expert]
         self._rates.loaded(self._link.loaded_bytes, self._link.busy_seconds)
+
+    def finish(self, layer: int, expert: int) -> None:
+        """An expert has computed: what still comes of it nobody waits for.
+
+        Raises:
+            CheckpointError: as `wait_for`.
+        """
+        if self.is_here(layer, expert):
+            self.wait_for(layer, expert)
+        else:
+            self._take_back(layer, expert)
 
     def keep_only(self, layer: int, experts: Container[int]) -> None:
         """Take back all reads but those of these experts of a layer.

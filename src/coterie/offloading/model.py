@@ -62,8 +62,9 @@ def offload(
         threads: that read.
         direct: read around the page cache where the file system allows.
         bandwidth: bytes per second of an emulated, slower disk.
-        timeout: seconds after which a read is given up.
-        ahead: begin to read what the next layer probably needs while nothing else is to be read.
+        timeout: seconds to wait for a read, or for the next piece of an expert, before giving up.
+        ahead: begin to read what the next layer probably needs while nothing else is to be read. A prompt that uses
+            most of a layer's experts reads the next layer's in any case, except with `use_cached` or `skip_misses`.
         check: for tests: poison memory that holds nothing, and compute every expert twice, the second time from
             freshly read weights.
         timeline: filled with every load, computation and wait.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
@@ -56,7 +56,7 @@ class Runtime:
         gates: each layer's (gate and up [N, 2k]) -> [N, k].
         choice: how wide slots run.
         schedule: name of the order of a layer's loads.
-        timeout: seconds that a load may take, at most.
+        timeout: seconds to wait for a load, or for the next piece of an expert, at most.
         ahead: begin to read what the next layer probably needs while the link is idle.
         check: compare every expert's output with one from a fresh copy of its weights: slow, for tests.
         timeline: told of every computation and wait.
@@ -188,6 +188,8 @@ class Runtime:
             while pending and self._admit(visit, pending[0].expert):
                 admitted.append(pending.popleft())
             if not admitted:
+                if self._let_go(layer, pending):
+                    continue
                 self._refuse(layer, pending[0].expert, visit.need[pending[0].expert])
             job = self._next(layer, admitted)
             if not pending and flights.idle:
@@ -196,12 +198,19 @@ class Runtime:
             if not job.done:
                 continue
             admitted.remove(job)
-            flights.wait_for(layer, job.expert)
+            flights.finish(layer, job.expert)
             outputs |= job.outputs
             if not whole:
                 self._cache.release(layer, job.expert)
         self._cache.used(layer)
         return self._combined(visit, outputs, slots.weights_TK)
+
+    def _let_go(self, layer: int, pending: Iterable[PiecewiseExpert]) -> bool:
+        """Let what is resident of experts that wait for room be evicted; whether any of it could not be."""
+        held = self._cache.pinned_LE[layer]
+        waiting = [job.expert for job in pending if held[job.expert]]
+        held[waiting] = 0
+        return bool(waiting)
 
     def _next(self, layer: int, admitted: Sequence[PiecewiseExpert]) -> PiecewiseExpert:
         """The first expert whose next piece is there; waits for the first expert's when none is."""
@@ -247,7 +256,8 @@ class Runtime:
         wanted, the likeliest.
         """
         after, block_bytes = (visit.layer + 1) % self._layout.num_layers, self._layout.block_bytes
-        if after and self._may_sweep and sweeps(visit, self._layout.num_experts):
+        sweeping = after > 0 and self._may_sweep and sweeps(visit, self._layout.num_experts)
+        if sweeping:
             wanted = next_of_sweep(visit, self._cache, after)
         elif self._ahead is not None and whole:
             self._ahead.idle_from(time.perf_counter())
@@ -256,13 +266,17 @@ class Runtime:
             return
         if wanted is None:
             return
-        decision = self._cache.prefetch(after, np.array(wanted[:1]), np.array(wanted[1:]))
+        keep = after if sweeping else self._layout.num_layers
+        decision = self._cache.prefetch(after, np.array(wanted[:1]), np.array(wanted[1:]), keep)
         if decision is not None:
             self._flights.start(decision, wanted[:1])
             self._stats.ahead_bytes += decision.loaded_blocks * block_bytes
 
-    def _look_up(self, visit: Visit, order: Sequence[int]) -> bool:
-        """Let the policy learn the visit, and start all its loads if they fit together; whether they did."""
+    def _look_up(self, visit: Visit, order: list[int]) -> bool:
+        """Let the policy learn the visit, and start all its loads if they fit together; whether they did.
+
+        If not, those of which something is there come first in the order.
+        """
         self._stats.layer_visits += 1
         self._stats.misses += visit.missing
         self._stats.hits += len(visit.need) - visit.missing
@@ -272,6 +286,9 @@ class Runtime:
         except BudgetError:
             self._flights.keep_only(visit.layer, ())  # what was read ahead is pinned, and could leave no room
             self._cache.used(visit.layer)
+            for expert, blocks in visit.need.items():  # what is there already must not make room for the others
+                self._cache.pinned_LE[visit.layer, expert] = min(blocks, self._cache.reserved_LE[visit.layer, expert])
+            order.sort(key=lambda expert: self._cache.reserved_LE[visit.layer, expert] == 0)
             return False
         self._flights.start(decision, order)
         return True

@@ -32,7 +32,8 @@ def gate_up_of(x_NH: Tensor, prefix_k3H: Tensor, scale_3k: Tensor) -> Tensor:
         both_N2k = torch.empty(len(x_NH), 2 * len(prefix_k3H))
         _gate_up(x_NH.float().numpy(), prefix_k3H.numpy(), scale_3k.numpy(), both_N2k.numpy())
         return both_N2k.to(x_NH.dtype)
-    parts = [linear(x_NH, prefix_k3H[:, part].to(x_NH.dtype)) * scale_3k[part] for part in (0, 1)]
+    exact_NH = _wide(x_NH)
+    parts = [linear(exact_NH, prefix_k3H[:, part].to(exact_NH.dtype)) * scale_3k[part] for part in (0, 1)]
     return torch.cat(parts, dim=-1).to(x_NH.dtype)
 
 
@@ -43,7 +44,14 @@ def down_of(hidden_Nk: Tensor, prefix_k3H: Tensor, scale_3k: Tensor) -> Tensor:
         scaled_Nk = hidden_Nk.float() * scale_3k[2]
         _down(scaled_Nk.numpy(), prefix_k3H.numpy(), output_NH.numpy())
         return output_NH.to(hidden_Nk.dtype)
-    return (hidden_Nk * scale_3k[2]).to(hidden_Nk.dtype) @ prefix_k3H[:, 2].to(hidden_Nk.dtype)
+    exact_Nk = _wide(hidden_Nk)
+    output_NH = (exact_Nk * scale_3k[2]).to(exact_Nk.dtype) @ prefix_k3H[:, 2].to(exact_Nk.dtype)
+    return output_NH.to(hidden_Nk.dtype)
+
+
+def _wide(rows: Tensor) -> Tensor:
+    """Rows in a type in which products with integers neither overflow nor vanish: float16 has too few exponents."""
+    return rows.float() if rows.dtype == torch.float16 else rows
 
 
 def _compiled(rows: Tensor) -> bool:

@@ -85,11 +85,28 @@ class ExpertCache:
             self.pinned_LE[layer] = before_E
             raise
 
-    def prefetch(self, layer: int, ids_N: NDArray[Any], blocks_N: NDArray[Any] | None = None) -> Decision | None:
+    def prefetch(
+        self, layer: int, ids_N: NDArray[Any], blocks_N: NDArray[Any] | None = None, keep_from: int | None = None
+    ) -> Decision | None:
         """Decide for a layer that is predicted; None where it would evict what is pinned or on its way.
 
         What is fetched is pinned until the layer's own `lookup`, or `cancel`.
+
+        Args:
+            layer: the MoE layer.
+            ids_N: [N] experts.
+            blocks_N: [N] how many of its first blocks; None: all.
+            keep_from: layers from this one on give up nothing for it; None: every layer may.
         """
+        if keep_from is not None and keep_from < self.shape.num_layers:
+            before_LE = self.pinned_LE[keep_from:].copy()
+            np.maximum(before_LE, self.reserved_LE[keep_from:], out=self.pinned_LE[keep_from:])
+            decision = self.prefetch(layer, ids_N, blocks_N)
+            fetched_N = self.pinned_LE[layer, np.asarray(ids_N)]
+            self.pinned_LE[keep_from:] = before_LE
+            if decision is not None:
+                self.pinned_LE[layer, np.asarray(ids_N)] = fetched_N
+            return decision
         need_E = np.maximum(self._need_of(ids_N, blocks_N), self.pinned_LE[layer])
         before_E = self.pinned_LE[layer].copy()
         self.pinned_LE[layer] = need_E

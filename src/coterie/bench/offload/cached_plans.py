@@ -51,10 +51,10 @@ class CachedPlans:
             bits = 8 if name == CACHED_8_BITS else None
             if name in (CACHED, CACHED_8_BITS):
                 plain = self.plans.get("value 1.5%").plan
-                most = 1.0 if plain is None else float(plain.settings["expected_bytes"])
-                self._made[name] = self._choose(self._cached, _LEAST_BYTES, most, bits)
+                first = 1.0 if plain is None else float(plain.settings["expected_bytes"])
+                self._made[name] = self._choose(self._cached, (_LEAST_BYTES, first, 1.0), bits)
             else:
-                self._made[name] = self._choose(self._skipped, -_LARGEST_F, 0.0, bits)
+                self._made[name] = self._choose(self._skipped, (-_LARGEST_F, -_LARGEST_F / 2, 0.0), bits)
         return self._made[name][share]
 
     def to_json(self) -> Mapping[str, Any]:
@@ -75,23 +75,38 @@ class CachedPlans:
         return Lane(share, None, skip_misses=-strength)
 
     def _choose(
-        self, lane: Callable[[float, float], Lane], least: float, most: float, bits: int | None
+        self, lane: Callable[[float, float], Lane], strengths: tuple[float, float, float], bits: int | None
     ) -> dict[float, Measured]:
-        """By bisection for all budgets at once; a larger strength costs less loss, `most` little enough."""
-        low, high = dict.fromkeys(self.shares, least), dict.fromkeys(self.shares, most)
-        costs, tried = dict.fromkeys(self.shares, 0.0), dict.fromkeys(self.shares, most)
-        for number in range(_TRIES):
-            ran = self._run({share: lane(share, tried[share]) for share in self.shares}, bits, calibration=True)
-            for share, each in ran.items():
-                rise_WS = self._rise(each, self.plans.context.calibration)
-                if number == 0 or upper(rise_WS) <= ALLOWED["value 1.5%"]:
-                    high[share], costs[share] = tried[share], math.expm1(rise_WS.mean())
-                else:
-                    low[share] = tried[share]
-                tried[share] = (low[share] + high[share]) / 2
+        """By bisection for all budgets at once.
+
+        Args:
+            lane: of a budget and a strength; a larger strength costs less loss.
+            strengths: the least, the first to try, and one that changes nothing.
+            bits: of the store.
+        """
+        low, tried, high = (dict.fromkeys(self.shares, strength) for strength in strengths)
+        costs = dict.fromkeys(self.shares, math.nan)
+        for _ in range(_TRIES):
+            self._calibrate(lane, tried, bits, low, high, costs)
+            tried = {share: (low[share] + high[share]) / 2 for share in self.shares}
+        if any(map(math.isnan, costs.values())):  # nothing was little enough there: what changes nothing is measured
+            self._calibrate(lane, high, bits, low, high, costs)
         chosen = {share: lane(share, high[share]) for share in self.shares}
         ran = self._run(chosen, bits, calibration=False)
         return {share: self._measured(chosen[share], each, costs[share]) for share, each in ran.items()}
+
+    def _calibrate(
+        self, lane: Callable[[float, float], Lane], tried: Mapping[float, float], bits: int | None,
+        low: dict[float, float], high: dict[float, float], costs: dict[float, float],
+    ) -> None:  # fmt: skip
+        """Measure strengths on calibration text; what costs little enough becomes the new `high`, others the `low`."""
+        ran = self._run({share: lane(share, tried[share]) for share in self.shares}, bits, calibration=True)
+        for share, each in ran.items():
+            rise_WS = self._rise(each, self.plans.context.calibration)
+            if tried[share] == high[share] or upper(rise_WS) <= ALLOWED["value 1.5%"]:
+                high[share], costs[share] = tried[share], math.expm1(rise_WS.mean())
+            else:
+                low[share] = tried[share]
 
     def _measured(self, lane: Lane, ran: Ran, calibrated: float) -> Measured:
         rise_WS = self._rise(ran, self.plans.context.bench)
