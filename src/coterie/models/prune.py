@@ -15,7 +15,7 @@ from coterie.models.backend import import_transformers, kernel_module
 from coterie.models.intercept import intercept
 from coterie.models.layers import MoELayer, spec_of
 from coterie.models.prune_counts import PruneCounter
-from coterie.ops.prune_choice import devices_of, rule_of
+from coterie.ops.prune_choice import devices_of, pruning_rule
 from coterie.ops.prune_stats import PruneStats
 from coterie.placement.numbering import EXPERT_ORDER_KEY
 from coterie.placement.placement import Placement
@@ -90,7 +90,7 @@ def prune_destinations(
     ops, spec = kernel_module(kernel, KERNELS, model), spec_of(model)
     device_LE, links = devices_of(spec, placement, topology, getattr(model.config, EXPERT_ORDER_KEY, None))
     pruner = DestinationPruner(
-        spec, device_LE, links, rule_of(rule, p, thetas, floor, (spec.num_layers, links.num_devices)),
+        spec, device_LE, links, pruning_rule(rule, p, thetas, floor, (spec.num_layers, links.num_devices)),
         _homes(homes, links.num_devices), renormalises(model) if renormalise is None else renormalise, count, ops,
     )  # fmt: skip
     with ExitStack() as stack:

@@ -16,7 +16,7 @@ from coterie.topology import Topology
 RULES = ("cap", "naive", "priced")
 
 
-def rule_of(
+def pruning_rule(
     rule: str | PruningRule, p: float | None, thetas: ArrayLike | None, floor: float, shape: tuple[int, int]
 ) -> Cap | Naive | Priced:
     """The rule with its strength.

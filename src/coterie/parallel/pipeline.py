@@ -18,6 +18,7 @@ from typing import Any
 
 from coterie.errors import RankError
 from coterie.files import replacing_folder
+from coterie.models.expert_shape import expert_sizes
 from coterie.models.load import load_model, load_tokenizer
 from coterie.models.prune import prune_destinations
 from coterie.models.run_text import TextRun, record_text
@@ -95,10 +96,14 @@ def run_cap(
         progress: told how far the running step is.
 
     Raises:
+        ConfigError: for a share, a method, a rule or copies that cannot be, before anything runs.
+        InfeasiblePlacement: when the model's experts do not fit the topology, likewise.
         CoterieError: as the steps do.
         RankError: when the timed step's processes fail, with their word for it.
     """
     work = _Work(folder, setting, Topology.parse(setting.topology), Cap(setting.p), text, source, progress)
+    spec = expert_sizes(setting.model).spec  # the timed step asks for the sizes too
+    driver.require_possible(spec, work.topology, setting.redundant, setting.dispatch, setting.method)
     done = run_steps(folder, work.steps(), told)
     if not (folder / RESULT).is_file():  # the report stands, the placement was removed: what it was made of is there
         picked_placement(folder).save(folder / RESULT)

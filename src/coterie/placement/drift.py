@@ -11,7 +11,7 @@ import numpy as np
 import coterie
 from coterie.errors import ConfigError
 from coterie.placement.balance import linear
-from coterie.placement.copies import FEWEST_DEVICES
+from coterie.placement.copies import rule_of
 from coterie.placement.driver import STANDARD_ERRORS, choose, describe_trace, prepare
 from coterie.placement.methods import METHODS
 from coterie.placement.metrics import SCALARS, LayerMetrics, average, measure
@@ -70,16 +70,15 @@ def drift(
     groups = placement.method.get("keep_groups") if trace.spec.num_groups > 1 and not copies else None
     setting = prepare(
         trace, placement.topology, seed=seed, keep_groups=groups, progress=progress, redundant=copies,
-        dispatch=str(placement.method.get("dispatch", FEWEST_DEVICES)),
+        dispatch=rule_of(placement.method),
     )  # fmt: skip
     parts = split(trace, heldout)
     candidates, point = choose(setting, chosen, parts.first, placement.method.get("balance") if not method else None)
-    held_now = placement.hosts() if copies else placement.device_of_expert()
     evenly = (
         replace(placement.topology, slots_per_device=None) if copies else placement.topology
     )  # linear has no copies
     in_order = np.tile(linear(evenly.slots(trace.spec.num_experts)), (trace.num_layers, 1))
-    devices = {"now": held_now, "fresh": candidates.placement(point), "linear": in_order}
+    devices = {"now": placement.where(), "fresh": candidates.placement(point), "linear": in_order}
     layers = {
         name: measure(trace, rows, placement.topology, parts.second, setting.dispatch) for name, rows in devices.items()
     }

@@ -16,6 +16,7 @@ from coterie.errors import ConfigError, InfeasiblePlacement
 from coterie.placement.candidates import Candidates, Measured, Setting, measure_candidates, propose
 from coterie.placement.copies import FEWEST_DEVICES, check_rule
 from coterie.placement.groups import has_freedom
+from coterie.placement.methods import get_copy_method, get_method
 from coterie.placement.metrics import LayerMetrics, full_metrics
 from coterie.placement.numbering import EXPERT_ORDER_KEY
 from coterie.placement.objective import Objective
@@ -23,6 +24,7 @@ from coterie.placement.placement import Placement
 from coterie.placement.problem import TRIAL_TOKENS
 from coterie.profile.from_histogram import REBUILT, rebuilt_from_histogram
 from coterie.progress import Progress, silent
+from coterie.spec import MoESpec
 from coterie.topology import Topology
 from coterie.trace.routing_trace import ALL_TOKENS, RoutingTrace, TokenSelector
 from coterie.trace.splits import split
@@ -61,10 +63,8 @@ def prepare(
         ConfigError: when groups are to be kept and the model has none, or copies are wanted that cannot be.
     """
     spec = trace.spec
-    check_rule(dispatch)
-    slots_G = topology.slots(spec.num_experts + redundant)
+    require_possible(spec, topology, redundant, dispatch, keep_groups=keep_groups)
     if redundant:
-        _check_copies(redundant, int(slots_G.max()), spec.num_experts, topology, keep_groups=keep_groups)
         keep_groups = False  # groups matter where experts are renumbered; copies cannot be
     suspicion = rebuilt_from_histogram(trace)
     if suspicion:
@@ -80,6 +80,37 @@ def prepare(
         )
     objective = objective or Objective.for_topology(topology)
     return Setting(trace, topology, objective, seed, grouped, progress, redundant, dispatch)
+
+
+def require_possible(
+    spec: MoESpec,
+    topology: Topology,
+    redundant: int = 0,
+    dispatch: str = FEWEST_DEVICES,
+    method: str | None = None,
+    *,
+    keep_groups: bool | None = None,
+) -> None:
+    """Raise for what `prepare` or a method would refuse of any trace of a model, without having one.
+
+    Args:
+        spec: the model's shape.
+        topology: where experts can live.
+        redundant: slots of a layer for copies of experts.
+        dispatch: the rule by which tokens choose copies.
+        method: a name of `METHODS` that is to place; None: any.
+        keep_groups: see `prepare`.
+
+    Raises:
+        InfeasiblePlacement: when the experts do not fit the topology.
+        ConfigError: for an unknown rule or method, one that places no copies, or copies that cannot be.
+    """
+    check_rule(dispatch)
+    if method is not None:
+        (get_copy_method if redundant else get_method)(method)
+    slots_G = topology.slots(spec.num_experts + redundant)
+    if redundant:
+        _check_copies(redundant, int(slots_G.max()), spec.num_experts, topology, keep_groups=keep_groups)
 
 
 def _check_copies(

@@ -3,7 +3,7 @@
 Candidates are fitted on the earliest tokens; later ones choose the best, others judge whether it is worth using, and
 the change that is expected is measured on the latest, which decide nothing. Copies of experts are used where they beat
 the best placement without them, since they take memory; they are measured under the rule by which the engine chooses
-among them.
+among them. Where an engine loads copies and nothing without them, the best with copies is recommended, gain or not.
 
 Source: algorithms §2 (a step takes what its busiest part takes); CAP §VII, step 4, which times what this predicts.
 """
@@ -28,6 +28,7 @@ from coterie.placement.metrics import average, full_metrics, measure
 from coterie.placement.placement import Placement
 from coterie.placement.step_time import StepModel
 from coterie.report.advice_copies import LINEAR, best_of, found_of_copies, is_copied, memory, without_copies
+from coterie.report.advice_engines import EVERYWHERE
 from coterie.trace.routing_trace import TokenSelector
 from coterie.trace.splits import split
 
@@ -35,8 +36,6 @@ WORTH = 0.01
 BATCH = 64
 DECIDING_SHARE = 0.3  # of what is not held out: half chooses the best candidate, half judges it
 SPECTRUM_POINTS = 8
-EVERYWHERE = ("none", "allgather_reducescatter", "naive")
-"""Ways to exchange tokens that bring every token to every rank, wherever its experts are."""
 
 
 @dataclass(frozen=True)
@@ -104,10 +103,11 @@ def advise(setting: Setting, situation: Situation, heldout: float = 0.2) -> Advi
     def judged(base: str, mine: str) -> tuple[float, float]:
         return _gain(*(_scores(setting, situation, model, devices[name], deciding.second) for name in (base, mine)))
 
-    best = copied if copied is not None and _worth(*judged(plain, copied)) else plain
+    needed = copied is not None and 0 in situation.refused  # nothing else is loaded: there is nothing to beat
+    best = copied if copied is not None and (needed or _worth(*judged(plain, copied))) else plain
     gain, error = judged(LINEAR, best)
     worth = best != LINEAR and _worth(gain, error)
-    pick = best if worth else LINEAR
+    pick = best if worth or needed else LINEAR
     shown = (LINEAR, "eplb", "cap", plain, *([f"eplb+{setting.redundant}", copied] if copied else []), pick)
     unseen = {
         name: average(measure(setting.trace, devices[name], setting.topology, outer.second, setting.dispatch))
@@ -116,14 +116,15 @@ def advise(setting: Setting, situation: Situation, heldout: float = 0.2) -> Advi
     found = {
         "recommended": pick,
         "gain": worth,
-        "reason": _reason(setting, situation, gain, error, best if worth else None),
+        "use": worth or needed,
+        "reason": _reason(setting, situation, gain, error, worth=worth, needed=needed),
         "compared_by": _compared_by(situation, model),
         "validation": {"best": best, "gain": gain, "standard_error": error,
                        "scores": {name: float(score.mean()) for name, score in scores.items()}},
         "expected": {name: {**values, **_times(setting, model, devices[name], outer.second, situation.batch)}
                      for name, values in unseen.items()},
         "memory": memory(setting, situation.sizes),
-        "copies": found_of_copies(setting, situation.refused, plain, copied, pick, judged),
+        "copies": found_of_copies(setting, situation.refused, plain, copied, pick, judged, needed=needed),
         "trace": {**describe_trace(setting.trace), "fit_tokens": inner.num_first, "choice_tokens": deciding.num_first,
                   "judging_tokens": deciding.num_second, "heldout_tokens": outer.num_second},
         "topology": setting.topology.to_json(), "backend": situation.backend, "batch": situation.batch,
@@ -230,26 +231,30 @@ def _compared_by(situation: Situation, model: StepModel | None) -> str:
     return "the objective: visits, peak traffic and B" if situation.selective else "B"
 
 
-def _reason(setting: Setting, situation: Situation, gain: float, error: float, pick: str | None) -> str:
+def _reason(setting: Setting, situation: Situation, gain: float, error: float, *, worth: bool, needed: bool) -> str:
     everywhere = (
         f"with the backend {situation.backend} every token goes to every rank, so that placement saves no traffic"
     )
+    if needed:
+        return (
+            f"{situation.refused[0]}; {setting.redundant} copies make them even, and on tokens that it was not fitted "
+            f"on it costs {abs(gain):.1%} {'less' if gain > 0 else 'more'} than linear, which is not loaded"
+        )
     if setting.topology.num_devices == 1:
         return "no gain here: on one device nothing travels, and there is nothing to place"
     refused = situation.refused.get(0)
-    if pick is None and refused is not None:
+    if refused is not None and not worth:
         return f"no gain here: {refused}"
-    if pick is not None:
+    if worth:
         said = f"{gain:.1%} less than linear on tokens that it was not fitted on"
         return said if situation.selective else f"{everywhere}, but evens out loads: {said}"
     if not situation.selective:
         return f"no gain here: {everywhere}, and no placement's loads are more even than linear's beyond chance"
     if gain <= 0:
-        return "no gain here: linear is already as good as any other"
-    return (
-        f"no gain here: linear is already as good; the best other is {gain:.1%} better, and chance alone makes "
-        f"{STANDARD_ERRORS * error:.1%}"
-    )
+        beside = " as any other"
+    else:
+        beside = f"; the best other is {gain:.1%} better, and chance alone makes {STANDARD_ERRORS * error:.1%}"
+    return f"no gain here: linear is already as good{beside}"
 
 
 def _placement(

@@ -43,13 +43,17 @@ def best_of(scores: Mapping[str, Any], redundant: int, refused: Mapping[int, str
 
 def found_of_copies(
     setting: Setting, refused: Mapping[int, str], plain: str, copied: str | None, pick: str,
-    judged: Callable[[str, str], tuple[float, float]],
+    judged: Callable[[str, str], tuple[float, float]], *, needed: bool,
 ) -> dict[str, Any] | None:  # fmt: skip
-    """What copies bring over the best placement without them, on the tokens that judge; None where none are asked."""
+    """What copies bring over the best placement without them, on the tokens that judge; None where none are asked.
+
+    `needed`: whether the engine loads nothing without them.
+    """
     if not setting.redundant:
         return None
     found = {"redundant": setting.redundant, "dispatch": setting.dispatch, "best": copied, "against": plain,
-             "refused": refused.get(setting.redundant), "used": is_copied(pick)}  # fmt: skip
+             "refused": refused.get(setting.redundant), "used": is_copied(pick),
+             "needed": needed}  # fmt: skip
     if copied is not None:
         found["gain"], found["standard_error"] = judged(plain, copied)
     return found

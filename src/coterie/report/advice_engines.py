@@ -9,22 +9,22 @@ from pathlib import Path
 
 from coterie.engines.registry import get_exporter
 from coterie.engines.sglang import BACKEND, sglang_flags
-from coterie.errors import unknown_name
+from coterie.errors import InfeasiblePlacement, unknown_name
 from coterie.placement.candidates import Setting
 from coterie.placement.copies import own_slots
 from coterie.placement.placement import Placement
+from coterie.vllm_plugin import backends
 
 _ENGINE_FILE = {"sglang": Path("experts.json"), "tensorrt-llm": Path("experts.yaml")}
-_DEFAULT_BACKEND = {"sglang": BACKEND, "vllm": "deepep_high_throughput", "tensorrt-llm": "alltoall"}
+_DEFAULT_BACKEND = {"sglang": BACKEND, "vllm": backends.DROPS[0], "tensorrt-llm": "alltoall"}
 BACKENDS = {
     "sglang": ("none", "deepep", "mooncake", "flashinfer", "ascend_fuseep", "nixl", "mori"),
-    "vllm": (
-        "naive", "pplx", "deepep_high_throughput", "deepep_low_latency", "allgather_reducescatter",
-        "flashinfer_all2allv", "mori", "nixl_ep",
-    ),
+    "vllm": backends.BACKENDS,
     "tensorrt-llm": ("none", "alltoall"),
-}  # fmt: skip
+}
 """Backends by the names of each engine's own option; TensorRT-LLM has none, and chooses by itself."""
+EVERYWHERE = ("none", *backends.GATHERS)
+"""Those that bring every token to every rank, wherever its experts are."""
 _TITLES = {"sglang": "SGLang", "vllm": "vLLM", "tensorrt-llm": "TensorRT-LLM"}
 ENGINES = tuple(_DEFAULT_BACKEND)
 DISPATCH = {"sglang": "nearest", "tensorrt-llm": "random"}
@@ -66,6 +66,10 @@ def refusals(engine: str, setting: Setting) -> dict[int, str]:
     """
     topology, experts, redundant = setting.topology, setting.trace.spec.num_experts, setting.redundant
     slots_G = topology.slots(experts + redundant)
+    least_devices = 1 if engine == "vllm" else get_exporter(engine).min_devices
+    if topology.num_devices < least_devices:
+        why = f"{_TITLES[engine]} takes no placement for {topology.num_devices} device; use at least {least_devices}"
+        return {0: why, redundant: why}
     found = {}
     for copies, counts_G in {0: own_slots(slots_G, experts), redundant: slots_G}.items():
         least, most = int(counts_G.min()), int(counts_G.max())
@@ -74,6 +78,8 @@ def refusals(engine: str, setting: Setting) -> dict[int, str]:
             remedy = "" if engine == "vllm" else f"; --redundant {even} would make them even"
             if not even:
                 remedy = "; without slots_per_device they would be even"
+            if redundant and not copies and int(slots_G.min()) == int(slots_G.max()):
+                remedy = ""  # they are asked for
             what = f"{experts} experts" + (f" and {copies} copies" if copies else "")
             found[copies] = (
                 f"{_TITLES[engine]} gives every rank the same number of slots, and {what} on {topology.num_devices} "
@@ -82,6 +88,20 @@ def refusals(engine: str, setting: Setting) -> dict[int, str]:
     if engine == "vllm" and redundant:
         found[redundant] = "vLLM takes a placement only as a baked checkpoint, which has no copies"
     return found
+
+
+def require_one_to_write(refused: Mapping[int, str], redundant: int) -> None:
+    """Raise where nothing that could be recommended is loaded by the engine, so that no file of it is written.
+
+    Args:
+        refused: what `refusals` says.
+        redundant: the setting's slots for copies.
+
+    Raises:
+        InfeasiblePlacement: with the engine's reason.
+    """
+    if 0 in refused and redundant in refused:
+        raise InfeasiblePlacement(f"no placement for --out: {refused[0]}")
 
 
 def how_to_use(engine: str, placement: Placement, file: str, model: str, backend: str) -> Use:

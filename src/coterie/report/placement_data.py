@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, InfeasiblePlacement
 from coterie.parallel.candidates import require_fit
 from coterie.placement.candidates import Candidates, Setting, measure_candidates, propose
 from coterie.placement.copies import RULES
@@ -118,21 +118,20 @@ def gather(
 
     Raises:
         ConfigError: for placements of other devices or another numbering of experts, or a reserved name.
-        InfeasiblePlacement: for placements of another model, or with other slots than the setting's.
+        InfeasiblePlacement: for placements of another model, or with other slots than the setting's; ones without
+            copies may stand beside methods with them.
     """
     trace, topology = setting.trace, setting.topology
     for name, placement in given.items():
         if name in (*BASELINES, OURS):
             raise ConfigError(f"a placement is called {name!r}, which is a method's name here; rename its file")
         require_fit(placement, setting)
+        _require_slots(name, placement, setting)
         held = trace.provenance.get(EXPERT_ORDER_KEY)
         require_same_numbering(expert_order_of_placement(placement.method), name, held, "the trace")
     parts = split(trace, heldout)
     devices, spectra = _placed(setting, parts, quick)
-    devices |= {
-        name: placement.hosts() if placement.num_copies else placement.device_of_expert()
-        for name, placement in given.items()
-    }
+    devices |= {name: placement.where() for name, placement in given.items()}
     placements = {
         name: _shown(setting, rows, parts, _seen(given.get(name), setting, parts)) for name, rows in devices.items()
     }
@@ -147,6 +146,23 @@ def gather(
         setting, parts, placements, main, spectra, trace_load(trace, parts.second), [one.start for one in windows],
         over_time,
     )  # fmt: skip
+
+
+def _require_slots(name: str, placement: Placement, setting: Setting) -> None:
+    """Raise unless the methods place into as many slots; more would flatter whoever has them."""
+    copies, asked = placement.num_copies, setting.redundant
+    if copies not in (0, asked):
+        raise InfeasiblePlacement(
+            f"{name} has {copies} copies of experts a layer, the methods beside it {asked}; give --redundant {copies}; "
+            "placements with several numbers of copies need a page each"
+        )
+    mine = placement.slots_per_device.tolist()
+    theirs = setting.topology.slots(setting.trace.spec.num_experts + asked).tolist()
+    if copies == asked and mine != theirs:
+        raise InfeasiblePlacement(
+            f"{name} has {mine} slots on its devices, {setting.topology} gives {theirs}; leave --topology out, or "
+            "place for that topology again"
+        )
 
 
 def _shown(setting: Setting, devices: NDArray[Any], parts: Split, seen: bool) -> Shown:

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from coterie.errors import ConfigError, unknown_name
 from coterie.files import parse_json, read_text
 from coterie.ops.prune_choice import RULES
 from coterie.placement.placement import Placement
-from coterie.pruning.destinations import Cap, Naive
+from coterie.pruning.destinations import Cap, Naive, Priced
 from coterie.topology import Topology
 from coterie.units import parse_fraction
 
@@ -161,6 +163,10 @@ def _read_prices(path: Path) -> tuple[tuple[tuple[float, ...], ...], float]:
         thetas, floor = (), 0.0
     if told.get("rule") != "priced" or not thetas or len({len(row) for row in thetas}) != 1:
         raise ConfigError(f"{path} holds no prices; coterie trace prune --rule priced --json writes them")
+    try:
+        Priced(np.array(thetas), floor)  # checks the range
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     return thetas, floor
 
 
@@ -170,6 +176,8 @@ def _record(data: Any, path: Path) -> RecordConfig:
     if folder is None or not folder.is_dir():
         raise ConfigError(f"record in {path} needs a folder that exists, not {folder or 'none'}; create it")
     tokens = fields.get("tokens", DEFAULT_TOKENS)
+    if isinstance(tokens, float) and not tokens.is_integer():
+        raise ConfigError(f"tokens = {tokens!r} in {path}; it is a whole number, at least 1")
     return RecordConfig(folder, int(_number(tokens, "tokens", path, 1, 10**10)))
 
 

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from coterie.errors import ConfigError
 from coterie.spec import MoESpec
 from coterie.topology import Topology
+from coterie.vllm_plugin.backends import DROPS, GATHERS
 from coterie.vllm_plugin.config import PluginConfig
-
-# whose all-to-all sends nothing for id -1: DeepEP's kernels treat it as "no expert"
-_DROPS = ("deepep_high_throughput", "deepep_low_latency", "deepep_v2")
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class Engine:
     @property
     def drops(self) -> bool:
         """Whether id -1 keeps a token from being sent; elsewhere ids must be valid."""
-        return self.all_to_all and not self.gathers_first and self.backend in _DROPS
+        return self.all_to_all and not self.gathers_first and self.backend in DROPS
 
     def topology(self, config: PluginConfig) -> Topology | None:
         """The devices that experts lie on in order; None where a placement says where they lie.
@@ -98,6 +96,6 @@ class Engine:
             return "no traffic is saved: every rank has every token already, and outputs are summed as before"
         if self.drops:
             return f"{self.backend} sends nothing to a dropped device (id -1)"
-        if self.gathers_first or self.backend == "allgather_reducescatter":
+        if self.gathers_first or self.backend in GATHERS:
             return f"no traffic is saved: {self.backend} gathers every token everywhere"
         return f"no traffic is known to be saved: {self.backend} is not known to skip weight 0"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from coterie.errors import ConfigError
-from coterie.ops.prune_choice import devices_of, rule_of
+from coterie.ops.prune_choice import devices_of, pruning_rule
 from coterie.ops.prune_destinations import Links
 from coterie.ops.prune_layer import prune
 from coterie.ops.prune_stats import PruneStats, num_sums, stats_of
@@ -38,7 +38,7 @@ class RouterPruning:
             engine.spec, config.placement, engine.topology(config), engine.expert_order
         )
         num_devices = self.topology.num_devices
-        self.rule = rule_of(asked.rule, asked.p, asked.thetas, asked.floor, (engine.spec.num_layers, num_devices))
+        self.rule = pruning_rule(asked.rule, asked.p, asked.thetas, asked.floor, (engine.spec.num_layers, num_devices))
         renormalise = engine.renormalises if asked.renormalise is None else asked.renormalise
         if renormalise is None:
             raise ConfigError(

@@ -77,7 +77,25 @@ def test_no_gain_is_said_plainly_and_gives_no_commands(run: Run) -> None:
 def test_a_backend_that_is_not_known_is_said_so(run: Run) -> None:
     code, _, err = run("t.safetensors", "--topology", "1", "--engine", "vllm", "--backend", "depep")
     assert code == 0
-    assert "vllm is not known to have a backend 'depep' (known: naive, pplx, " in err
+    assert "vllm is not known to have a backend 'depep' (known: deepep_high_throughput, " in err
+
+
+def test_copies_that_the_engine_needs_are_written_and_exported(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run(
+        "t.safetensors", "--topology", "3", "--engine", "sglang", "--redundant", "2", "--out", "p.json", "--model",
+        "config.json",
+    )  # fmt: skip
+    assert code == 0
+    assert "2 copies make them even" in out
+    assert "used, since sglang loads no placement here without them" in out
+    monkeypatch.setattr(
+        sys, "argv", ["coterie", "export", "p.json", "--to", "sglang", "--out", "e.json", "--model", "config.json"]
+    )
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 0, capsys.readouterr().err
 
 
 def test_a_place_to_write_to_comes_before_the_work(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,6 +111,7 @@ def test_a_place_to_write_to_comes_before_the_work(run: Run, monkeypatch: pytest
         (["t.safetensors", "--topology", "4", "--engine", "vlm"], "did you mean 'vllm'"),
         (["other.safetensors", "--topology", "4", "--engine", "vllm", "--model", "config.json"], "give its own"),
         (["t.safetensors", "--topology", "64", "--engine", "vllm"], "16 experts on 64 devices"),
+        (["t.safetensors", "--topology", "3", "--engine", "sglang"], "--redundant 2 would make them even"),
         (["none.safetensors", "--topology", "4", "--engine", "vllm"], "does not exist"),
     ],
 )

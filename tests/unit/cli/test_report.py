@@ -79,10 +79,14 @@ def test_copies_and_their_rule_come_from_the_placement(run: Run) -> None:
         (["t.safetensors", "--placement", "none.json"], "none.json"),
         (["t.safetensors", "--heldout", "1.5"], "held-out share of 1.5"),
         (["t.safetensors", "--placement", "p.json", "--redundant", "60"], "use 48 at most"),
+        (["t.safetensors", "--placement", "copies.json", "--redundant", "0"], "copies has 4 copies of experts a layer"),
+        (["t.safetensors", "--placement", "p.json", "--placement", "copies.json"], "the methods beside it 0"),
         (["t.safetensors", "--placement", "p.json", "--dispatch", "near"], "did you mean 'nearest'"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(run: Run, arguments: list[str], message: str) -> None:
+    made = ["t.safetensors", "--topology", "4", "--method", "eplb", "--redundant", "4", "--out", "copies.json"]
+    assert run("place", *made)[0] == 0
     code, out, err = run("report", *arguments, "--out", "r.html")
     assert (code, out) == (2, "")
     assert message in err

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from coterie import data
-from coterie.errors import ConfigError, RankError
+from coterie.errors import CheckpointError, ConfigError, CoterieError, InfeasiblePlacement, RankError
 from coterie.models.run_text import TextRun
 from coterie.parallel import pipeline
 from coterie.parallel.pipeline import REPORT, RESULT, SPECTRUM, TRACE, CapSetting, run_cap, start_ranks
@@ -98,6 +98,42 @@ def test_p_is_checked_before_anything_runs(tmp_path: Path, started: list[list[st
     with pytest.raises(ConfigError, match="p = 1 is not within 0 and 1"):
         run_cap(tmp_path / "out", setting(p=1.0), "text", "text")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"redundant": 1000}, ConfigError, "use 24 at most"),
+        ({"redundant": 2, "dispatch": "nearst"}, ConfigError, "did you mean 'nearest'"),
+        ({"dispatch": "nearst"}, ConfigError, "did you mean 'nearest'"),
+        ({"redundant": 2, "method": "cap-spectrum"}, ConfigError, "cap-spectrum places every expert once"),
+        ({"method": "coteri"}, ConfigError, "did you mean 'coterie'"),
+        ({"topology": "64"}, InfeasiblePlacement, "8 experts on 64 devices"),
+        ({"model": "none"}, CheckpointError, "no model 'none'"),
+    ],
+)
+def test_what_cannot_be_placed_is_refused_before_anything_runs(
+    changes: dict[str, Any], error: type[CoterieError], words: str, tmp_path: Path, started: list[list[str]]
+) -> None:
+    with pytest.raises(error, match=words):
+        run_cap(tmp_path / "out", setting(**changes), data.text("prose"), "prose")
+    assert not (tmp_path / "out").exists()
+    assert not started
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--dispatch", "nearst"], "did you mean 'nearest'"),
+        (["--redundant", "2", "--method", "cap-spectrum"], "cap-spectrum places every expert once"),
+    ],
+)
+def test_tune_checks_the_rule_and_the_method_before_it_places(tmp_path: Path, options: list[str], words: str) -> None:
+    out = tmp_path / "p.json"
+    told = ["--trace", str(tmp_path / "none.safetensors"), "--model", "tiny-mixtral", "--topology", "2"]
+    with pytest.raises(RankError, match=f"tune on 1 processes failed: .*{words}"):
+        start_ranks(1, ["tune", *told, "--out", str(out), *options])
+    assert not out.exists()
 
 
 def test_ranks_that_fail_say_why(tmp_path: Path) -> None:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from coterie.errors import ConfigError
+from coterie.engines.base import export_file
+from coterie.engines.registry import get_exporter
+from coterie.errors import ConfigError, InfeasiblePlacement
 from coterie.models.expert_shape import ExpertSizes
 from coterie.placement.driver import prepare
 from coterie.placement.metrics import average, measure
 from coterie.report.advice import Situation, advise
 from coterie.report.advice_copies import memory, without_copies
-from coterie.report.advice_engines import ENGINES, backend_of, how_to_use, refusals
+from coterie.report.advice_engines import ENGINES, backend_of, how_to_use, refusals, require_one_to_write
 from coterie.spec import MoESpec
 from coterie.topology import Topology
 from coterie.trace.routing_trace import RoutingTrace
 from coterie.trace.splits import split
+from coterie.vllm_plugin import backends
 
 FOUR = Topology.parse("4")
 CALIBRATED = Topology(
@@ -152,6 +156,57 @@ def test_uneven_ranks_are_refused_with_the_remedy(make_trace: Any) -> None:
     advice = advise(even, Situation(refused=refusals("sglang", even)))
     assert advice.placement.num_copies == 2
     assert refusals("sglang", prepare(plain.trace, FOUR)) == {}
+    assert "takes no placement for 1 device" in refusals("tensorrt-llm", prepare(plain.trace, Topology.parse("1")))[0]
+
+
+def company_in_order(tokens: int = 1200) -> RoutingTrace:
+    """Each token's experts lie on one of three devices, in order, and each device has as many tokens."""
+    rng = np.random.default_rng(0)
+    first, end = np.array([[0, 6, 11], [6, 11, 16]])[:, np.arange(tokens) % 3]
+    ids = np.stack([[rng.permutation(np.arange(*held))[:4] for held in zip(first, end, strict=True)] for _ in range(6)])
+    sequences = np.arange(tokens, dtype=np.int32) // 50
+    spec = MoESpec("in order", 6, 16, 4)
+    return RoutingTrace(ids.astype(np.uint8), spec, sequence_ids=sequences, provenance={"synthetic": True})
+
+
+def test_copies_that_the_engine_needs_are_recommended_whatever_they_bring() -> None:
+    """Nothing beats linear here, but SGLang gives every rank as many slots, and 16 experts on 3 devices are uneven."""
+    setting = prepare(company_in_order(), Topology.parse("3"), redundant=2, dispatch="nearest")
+    advice = advise(setting, Situation(refused=refusals("sglang", setting)))
+    found = advice.found
+    assert (found["gain"], found["use"]) == (False, True)
+    assert found["recommended"] in ("eplb+2", "coterie+2")
+    assert (found["copies"]["used"], found["copies"]["needed"]) == (True, True)
+    assert found["reason"].startswith(
+        "SGLang gives every rank the same number of slots, and 16 experts on 3 devices are 5 to 6 a device; 2 copies "
+        "make them even"
+    )
+    assert advice.placement.slots_per_device.tolist() == [6, 6, 6]
+    enough = prepare(setting.trace, FOUR, redundant=4, dispatch="nearest")
+    assert not advise(enough, Situation(refused=refusals("sglang", enough))).found["use"]
+
+
+@pytest.mark.parametrize("engine", ["sglang", "tensorrt-llm"])
+@pytest.mark.parametrize(("devices", "redundant"), [("3", 2), ("4", 0), ("4", 4), ("4", 2)])
+def test_what_is_recommended_can_be_exported(engine: str, devices: str, redundant: int, tmp_path: Path) -> None:
+    setting = prepare(even_trace(400), Topology.parse(devices), redundant=redundant, dispatch="random")
+    refused = refusals(engine, setting)
+    require_one_to_write(refused, redundant)
+    placement = advise(setting, Situation(refused=refused)).placement
+    exporter, spec = get_exporter(engine), replace(placement.spec, layer_ids=tuple(range(6)), num_model_layers=6)
+    assert export_file(exporter, placement, tmp_path / "e.json", spec).path.is_file()
+
+
+@pytest.mark.parametrize(("engine", "redundant"), [("sglang", 0), ("sglang", 1), ("vllm", 2)])
+def test_where_nothing_is_loaded_there_is_nothing_to_write(engine: str, redundant: int) -> None:
+    setting = prepare(even_trace(200), Topology.parse("3"), redundant=redundant)
+    with pytest.raises(InfeasiblePlacement, match=r"no placement for --out: .* 5 to 6 a device"):
+        require_one_to_write(refusals(engine, setting), redundant)
+
+
+def test_backends_that_vllm_replaces_send_tokens_everywhere() -> None:
+    assert not Situation("pplx").selective
+    assert all(Situation(name).selective for name in backends.DROPS)
 
 
 def test_slots_that_a_topology_lists_count_copies(make_trace: Any) -> None:

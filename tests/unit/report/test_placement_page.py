@@ -81,6 +81,13 @@ def test_what_does_not_belong_on_it_is_refused(make_trace: Any) -> None:
         gather(prepare(make_trace(tokens=400), Topology.parse("8")), {"mine": fits}, quick=True)
     with pytest.raises(InfeasiblePlacement, match="use a placement made from this model"):
         gather(prepare(make_trace(layers=3), FOUR), {"mine": fits}, quick=True)
+    copied = place(prepare(setting.trace, FOUR, redundant=4), "eplb")
+    for asked in (0, 8):
+        with pytest.raises(InfeasiblePlacement, match=f"4 copies of experts a layer, the methods beside it {asked}"):
+            gather(prepare(setting.trace, FOUR, redundant=asked), {"mine": copied}, quick=True)
+    uneven = place(prepare(setting.trace, Topology(1, 4, slots_per_device=(5, 4, 4, 3))), "eplb")
+    with pytest.raises(InfeasiblePlacement, match="leave --topology out"):
+        gather(setting, {"mine": uneven}, quick=True)
 
 
 @pytest.mark.needs("plotly")

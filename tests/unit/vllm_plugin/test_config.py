@@ -72,6 +72,7 @@ def test_a_placement_beside_the_file(tmp_path: Path) -> None:
         ("prune: {rule: priced, p: 0.2}", "takes prices"),
         ("prune: {rule: priced, prices: none.json}", "none.json does not exist"),
         ("prune: {rule: priced, prices: other.json}", "other.json holds no prices"),
+        ("prune: {rule: priced, prices: floor.json}", "floor.json: a floor of 2 is not within 0 and 1"),
         ("prune: {p: 0.2, renormalise: 1}", "true or false"),
         ("prune: {p: 0.2}\ndevices: 0", "at least 1"),
         ("prune: {p: 0.2}\ndevices: [8]", "a number, or a topology"),
@@ -83,11 +84,13 @@ def test_a_placement_beside_the_file(tmp_path: Path) -> None:
         ("record: {tokens: 5}", "needs a folder"),
         ("record: {folder: none}", "needs a folder that exists"),
         ("record: {folder: ., tokens: 0}", "tokens = 0"),
+        ("record: {folder: ., tokens: 1.9}", "tokens = 1.9 .* whole number"),
         ("record: {folder: .}\nreport: counts.json", "which are for prune"),
     ],
 )
 def test_what_cannot_be(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text('{"rule": {"rule": "cap", "p": 0.3}}')
+    (tmp_path / "floor.json").write_text('{"rule": {"rule": "priced", "floor": 2, "theta": [[0.1, 0.2]]}}')
     with pytest.raises((ConfigError, InfeasiblePlacement), match=said) as raised:
         read_config(write(tmp_path, text))
     assert "\n" not in str(raised.value)
