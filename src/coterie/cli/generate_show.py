@@ -109,7 +109,7 @@ def show(result: dict[str, Any], stats: OffloadStats) -> None:
          f"{stats.bytes_share:.1%}"],
         ["time: loading, waiting for loads, computing experts", f"{stats.load_seconds:.2f} s, "
          f"{stats.exposed_seconds:.2f} s, {stats.compute_seconds:.2f} s"],
-        ["share of the loading time that nothing waited for", f"{stats.overlap:.1%}" if loaded else "-"],
-        ["  computing experts alone (the rest hides loads too)", f"{stats.attainable_overlap:.1%}" if loaded else "-"],
+        ["share of the loading time that was hidden", f"{stats.overlap:.1%}" if loaded else "-"],
+        ["  computing experts alone could hide (the rest hides too)", f"{stats.attainable_overlap:.1%}" if loaded else "-"],
     ]  # fmt: skip
     table([f"policy {stats.policy}, schedule {stats.schedule}", ""], rows)

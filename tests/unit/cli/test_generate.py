@@ -165,5 +165,5 @@ def test_a_picture_without_plotly_is_refused_before_the_work(
 def test_what_was_hidden_and_what_could_be(run: Any) -> None:
     code, out, _ = run("--prompt", "abc", "--tokens", 3, "--skip-misses", 2.5)
     assert code == 0
-    assert "share of the loading time that nothing waited for" in out
-    assert "computing experts alone (the rest hides loads too)" in out
+    assert "share of the loading time that was hidden" in out
+    assert "computing experts alone could hide (the rest hides too)" in out
