@@ -56,12 +56,13 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def read_text(path: Path, error: type[CoterieError]) -> str:
+def read_text(path: Path, error: type[CoterieError], *, remedy: str = "check the path") -> str:
     """The UTF-8 text of a small file (placements, maps, configs), never more than `MAX_TEXT_BYTES` of it.
 
     Args:
         path: the file.
         error: what to raise.
+        remedy: what to do about a file that is no text.
 
     Raises:
         CoterieError: the given `error`, when the file is missing, unreadable, too large or no text.
@@ -78,7 +79,7 @@ def read_text(path: Path, error: type[CoterieError]) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as reason:
-        raise error(f"{path} is no UTF-8 text (byte {reason.start}); check the path") from None
+        raise error(f"{path} is no UTF-8 text (byte {reason.start}); {remedy}") from None
 
 
 def about_file(path: Path, message: str) -> str:

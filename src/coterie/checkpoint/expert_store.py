@@ -113,9 +113,9 @@ def open_store(folder: str | Path) -> ExpertStore:
         if (folder / PACKING_FILE).is_file():
             raise CheckpointError(f"{folder} is a store that is not finished; run the same coterie pack again")
         raise CheckpointError(f"{folder} is no expert store; make one with coterie pack")
-    document = parse_json(
-        read_text(header_file, CheckpointError), header_file, CheckpointError, remedy="pack the model again"
-    )
+    remedy = "pack the model again"
+    text = read_text(header_file, CheckpointError, remedy=remedy)
+    document = parse_json(text, header_file, CheckpointError, remedy=remedy)
     if not isinstance(document, dict) or document.get("kind") != KIND:
         raise CheckpointError(f"{header_file} does not describe an expert store; make one with coterie pack")
     if document.get("schema_version") not in (SCHEMA_VERSION, SCALED_VERSION):

@@ -99,7 +99,9 @@ def show(result: dict[str, Any], stats: OffloadStats) -> None:
         note(f"an emulated disk of {stats.emulated_bandwidth / 1e9:g} GB/s: the times are an emulation's")
     if stats.use_cached or stats.skip_misses:
         note("which neurons run depends on what is resident: another budget or order may give another text")
-    loaded = stats.load_seconds > 0
+    hidden, alone = (
+        f"{share:.1%}" if stats.load_seconds > 0 else "-" for share in (stats.overlap, stats.attainable_overlap)
+    )
     rows = [
         ["tokens per second, prompt included", f"{result['tokens_per_s']:.2f}"],
         ["memory of experts: most taken, budget", f"{format_bytes(stats.peak_expert_bytes)}, "
@@ -109,7 +111,7 @@ def show(result: dict[str, Any], stats: OffloadStats) -> None:
          f"{stats.bytes_share:.1%}"],
         ["time: loading, waiting for loads, computing experts", f"{stats.load_seconds:.2f} s, "
          f"{stats.exposed_seconds:.2f} s, {stats.compute_seconds:.2f} s"],
-        ["share of the loading time that was hidden", f"{stats.overlap:.1%}" if loaded else "-"],
-        ["  computing experts alone could hide (the rest hides too)", f"{stats.attainable_overlap:.1%}" if loaded else "-"],
+        ["share of the loading time that was hidden", hidden],
+        ["  computing experts alone could hide (the rest hides too)", alone],
     ]  # fmt: skip
     table([f"policy {stats.policy}, schedule {stats.schedule}", ""], rows)

@@ -74,5 +74,8 @@ def test_a_store_in_eight_bits_has_half_the_bytes_of_bfloat16_and_says_so(tmp_pa
     (small.out / "store.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"truncated or no JSON .*; pack the model again"):
         open_store(small.out)
+    (small.out / "store.json").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match=r"no UTF-8 text .*; pack the model again"):
+        open_store(small.out)
     with pytest.raises(ConfigError, match="experts in 4 bits"):
         coterie.pack("tiny-mixtral", tmp_path / "four", bits=4)
