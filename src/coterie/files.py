@@ -35,13 +35,13 @@ def replacing(path: Path) -> Iterator[Path]:
         os.close(handle)
         umask = os.umask(0)
         os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
     except OSError as error:
         reason = f"{error.strerror}; choose a folder that exists and is writable"
         raise ConfigError(f"cannot write {path}: {reason}") from error
     temporary = Path(name)
     try:
         yield temporary
+        os.chmod(temporary, 0o666 & ~umask)  # at the end, since some libraries put a file of their own there
         os.replace(temporary, path)
     except OSError as error:
         reason = f"{error.strerror or error}; free some space or choose another folder"
@@ -56,12 +56,13 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def read_text(path: Path, error: type[CoterieError]) -> str:
+def read_text(path: Path, error: type[CoterieError], *, remedy: str = "check the path") -> str:
     """The UTF-8 text of a small file (placements, maps, configs), never more than `MAX_TEXT_BYTES` of it.
 
     Args:
         path: the file.
         error: what to raise.
+        remedy: what to do about a file that is no text.
 
     Raises:
         CoterieError: the given `error`, when the file is missing, unreadable, too large or no text.
@@ -78,10 +79,21 @@ def read_text(path: Path, error: type[CoterieError]) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as reason:
-        raise error(f"{path} is no UTF-8 text (byte {reason.start}); check the path") from None
+        raise error(f"{path} is no UTF-8 text (byte {reason.start}); {remedy}") from None
 
 
-def parse_json(text: str, source: str | Path, error: type[CoterieError], *, strict: bool = False) -> Any:
+def about_file(path: Path, message: str) -> str:
+    """A message of something wrong in a file or folder, with its path in front unless the message names it already."""
+    for said in (str(path), path.name):
+        found = re.search(rf"(?<!\S){re.escape(said)}(?=[\s:;,]|$)", message)
+        if found:
+            return f"{message[: found.start()]}{path}{message[found.end() :]}"
+    return f"{path}: {message}"
+
+
+def parse_json(
+    text: str, source: str | Path, error: type[CoterieError], *, strict: bool = False, remedy: str = "write it again"
+) -> Any:
     """The JSON value in `text`.
 
     Args:
@@ -89,6 +101,7 @@ def parse_json(text: str, source: str | Path, error: type[CoterieError], *, stri
         source: what to call it in messages.
         error: what to raise.
         strict: also refuse NaN, infinities and a key that is written twice, where the last would silently win.
+        remedy: what to do about JSON that is none.
 
     Raises:
         CoterieError: the given `error`, when the text is truncated, no JSON, or nested too deeply.
@@ -98,7 +111,7 @@ def parse_json(text: str, source: str | Path, error: type[CoterieError], *, stri
             return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_unique_keys)
         return json.loads(text)
     except (ValueError, RecursionError) as reason:
-        raise error(f"{source} is truncated or no JSON ({reason}); write it again") from reason
+        raise error(f"{source} is truncated or no JSON ({reason}); {remedy}") from reason
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from coterie.errors import ConfigError
-from coterie.files import replacing, replacing_folder, write_text
+from coterie.files import about_file, replacing, replacing_folder, write_text
 
 
 def names(folder: Path) -> list[str]:
@@ -47,7 +47,26 @@ def test_a_finished_file_replaces_the_old_one(tmp_path: Path) -> None:
 def test_a_new_file_has_the_usual_permissions(tmp_path: Path) -> None:
     write_text(tmp_path / "a.txt", "")
     (tmp_path / "b.txt").touch()
-    assert stat.S_IMODE((tmp_path / "a.txt").stat().st_mode) == stat.S_IMODE((tmp_path / "b.txt").stat().st_mode)
+    with replacing(tmp_path / "c.txt") as temporary:
+        temporary.unlink()
+        temporary.touch(0o600)  # as a library does that writes a file of its own and renames it
+    modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("a.txt", "b.txt", "c.txt")}
+    assert len(modes) == 1
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("it is empty", "in/a.pt: it is empty"),
+        ("a.pt holds loads", "in/a.pt holds loads"),
+        ("in/a.pt is empty", "in/a.pt is empty"),
+        ("record 3 of a.pt: no ids", "record 3 of in/a.pt: no ids"),
+        ("cannot read in/a.pt: no", "cannot read in/a.pt: no"),
+        ("data.pt is empty", "in/a.pt: data.pt is empty"),
+    ],
+)
+def test_a_message_names_its_file_once(message: str, told: str) -> None:
+    assert about_file(Path("in/a.pt"), message) == told
 
 
 def test_where_no_file_can_be(tmp_path: Path) -> None:

@@ -113,7 +113,9 @@ def open_store(folder: str | Path) -> ExpertStore:
         if (folder / PACKING_FILE).is_file():
             raise CheckpointError(f"{folder} is a store that is not finished; run the same coterie pack again")
         raise CheckpointError(f"{folder} is no expert store; make one with coterie pack")
-    document = parse_json(read_text(header_file, CheckpointError), header_file, CheckpointError)
+    remedy = "pack the model again"
+    text = read_text(header_file, CheckpointError, remedy=remedy)
+    document = parse_json(text, header_file, CheckpointError, remedy=remedy)
     if not isinstance(document, dict) or document.get("kind") != KIND:
         raise CheckpointError(f"{header_file} does not describe an expert store; make one with coterie pack")
     if document.get("schema_version") not in (SCHEMA_VERSION, SCALED_VERSION):
@@ -148,26 +150,33 @@ def block_checksums(record: memoryview, layout: StoreLayout) -> list[int]:
 
 
 def _check_sizes(folder: Path, layout: StoreLayout) -> None:
-    file = folder / EXPERTS_FILE
-    size = file.stat().st_size if file.is_file() else 0
-    if size != layout.total_bytes:
-        raise CheckpointError(
-            f"{file} is truncated: {size:,} of {layout.total_bytes:,} bytes are there; pack the model again"
-        )
+    sizes = {EXPERTS_FILE: layout.total_bytes, CHECKSUMS_FILE: layout.num_records * layout.blocks * 4}
+    if layout.scale_bytes:
+        sizes[SCALES_FILE] = layout.num_records * layout.scale_bytes
+    for name, wanted in sizes.items():
+        file = folder / name
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing; it has {wanted:,} bytes; pack the model again")
+        size = file.stat().st_size
+        if size != wanted:
+            what = "truncated" if size < wanted else "too long"
+            raise CheckpointError(
+                f"{file} is {what}: it has {size:,} bytes instead of {wanted:,}; pack the model again"
+            )
 
 
 def _checksums(file: Path, layout: StoreLayout, expected: int) -> NDArray[np.uint32]:
-    data = file.read_bytes() if file.is_file() else b""
-    if len(data) != layout.num_records * layout.blocks * 4 or zlib.crc32(data) != expected:
+    data = file.read_bytes()
+    if zlib.crc32(data) != expected:
         raise CheckpointError(f"{file} is damaged, so blocks cannot be checked; pack the model again")
     shape = (layout.num_layers, layout.num_experts, layout.blocks)
     return np.frombuffer(data, "<u4").reshape(shape).astype(np.uint32)
 
 
 def _scales(file: Path, layout: StoreLayout, expected: int) -> NDArray[np.float32]:
-    data = file.read_bytes() if file.is_file() else b""
-    if len(data) != layout.num_records * layout.scale_bytes or zlib.crc32(data) != expected:
-        raise CheckpointError(f"{file} is damaged, so experts cannot be told from their integers; pack the model again")
+    data = file.read_bytes()
+    if zlib.crc32(data) != expected:
+        raise CheckpointError(f"{file} is damaged: its checksum is another; pack the model again, and check the disk")
     shape = (layout.num_layers, layout.num_experts, PARTS, layout.width)
     return np.frombuffer(data, "<f4").reshape(shape).astype(np.float32)
 

@@ -47,24 +47,22 @@ def bench_offload(
     from coterie.bench.offload.run import STUDIES, write_bench
     from coterie.bench.offload.table import Setting
     from coterie.cli.bench_show import show_bench
-    from coterie.study.output import prepare_folder
+    from coterie.study.output import prepared_folder
     from coterie.units import parse_bandwidth
 
     shares = _budgets(budgets)
     rate = None if bandwidth == "real" else parse_bandwidth(bandwidth)
     setting = Setting(shares, rate, tokens, rounds, seed)
     tables = list(STUDIES) if studies == "all" else _listed(studies)
-    if out is not None:
-        prepare_folder(out)
-    with warnings_as_notes(), progress() as listen:
+    with prepared_folder(out), warnings_as_notes(), progress() as listen:
         if store is not None:
             result = _own(store, widths, setting, _listed(systems), (replay, model, keep, tables), listen)
         else:
             if widths is not None:
                 raise ConfigError("--widths is for your own STORE; without one, widths are chosen by their loss")
             result = _replayed(replay, model, setting, _listed(systems), tables, keep, listen)
-    if out is not None:
-        note(f"wrote {write_bench(result, out)}")
+        if out is not None:
+            note(f"wrote {write_bench(result, out)}")
     if as_json:
         emit_json(result)
     else:

@@ -10,7 +10,9 @@ from coterie.cli.common import JsonOption, emit_json, say
 
 
 def check_engine(
-    engine: Annotated[str, typer.Argument(metavar="ENGINE", help="vllm, sglang or tensorrt-llm.")],
+    engine: Annotated[
+        str, typer.Argument(metavar="ENGINE", help="vllm, sglang or tensorrt-llm (not vllm-ascend: export only).")
+    ],
     as_json: JsonOption = False,
 ) -> None:
     """Say whether the installed version of a serving engine is supported, and how it takes a placement."""

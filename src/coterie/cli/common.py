@@ -96,9 +96,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str |
     from rich.table import Table
     from rich.text import Text
 
-    drawn = Table(title=title, box=SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    told = None if title is None else Text(title, "table.title")  # as text: a [name] in it is no markup
+    drawn = Table(title=told, box=SIMPLE_HEAD, title_justify="left", pad_edge=False)
     for index, column in enumerate(columns):
-        drawn.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+        drawn.add_column(Text(column), justify="left" if index == 0 else "right", no_wrap=True)
     for row in rows:
         drawn.add_row(*(Text(f"{item:.3f}" if isinstance(item, float) else str(item)) for item in row))
     terminal = Console(highlight=False)

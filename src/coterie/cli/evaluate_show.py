@@ -23,7 +23,13 @@ def show(result: dict[str, Any]) -> None:
 def _show_change(change: dict[str, Any]) -> None:
     if change["name"] == "widths":
         _show_widths(change)
-        return
+    elif change["name"] == "rounding":
+        say(f"rounding: the experts' weights in {change['bits']} bits")
+    else:
+        _show_pruning(change)
+
+
+def _show_pruning(change: dict[str, Any]) -> None:
     words = [f"{name} {change[name]:g}" for name in ("p", "floor") if name in change]
     words += [f"{name} {value:g} asked" for name, value in change.get("asked", {}).items() if name not in change]
     say(f"{change['name']}, rule {change['rule']} ({', '.join(words)})")

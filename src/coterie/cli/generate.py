@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from coterie.cli.common import JsonOption, SeedOption, emit_json, note, say, warnings_as_notes
-from coterie.cli.generate_prompts import asked_for, continue_all, sink_of, tokens_of
+from coterie.cli.generate_prompts import asked_for, continue_all, require_skips, sink_of, tokens_of
 from coterie.cli.generate_show import TimelineFiles, show, versions
 
 
@@ -31,7 +31,11 @@ def generate(
     seed: SeedOption = 0,
     widths: Annotated[Path | None, typer.Option("--widths", help="A width plan for this store.")] = None,
     policy: Annotated[
-        str | None, typer.Option("--policy", help="What to keep: lru, lru-layer, lfu, reuse or company.")
+        str | None,
+        typer.Option(
+            "--policy",
+            help="What to keep: lru, lru-layer, lru-whole, lru-layer-whole, lfu, reuse or company.",
+        ),
     ] = None,
     schedule: Annotated[str, typer.Option(help="Order of a layer's loads: johnson, widest-first or fifo.")] = "johnson",
     bandwidth: Annotated[
@@ -56,14 +60,15 @@ def generate(
     skip_misses: Annotated[
         float | None,
         typer.Option(
-            metavar="F", help="Skip an expert that would miss and weighs under F/K of a token; lossy, e.g. 0.75."
+            metavar="F",
+            help="Skip an expert that would miss and weighs under F/K of a token, F below K; lossy, e.g. 0.75.",
         ),
     ] = None,
     timeline: Annotated[
         Path | None, typer.Option(help="Write every load and computation as a Chrome trace, .json.")
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw the last token's loads and computations, .html; needs coterie[report].")
+        Path | None, typer.Option(help="Draw the last token's loads and computations, .html; needs coterie\\[report].")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -80,6 +85,7 @@ def generate(
     recorder = views.recorder()
     with ExitStack() as files, warnings_as_notes():
         views.require()
+        require_skips(store, skip_misses)
         plan = None if widths is None else load_plan(widths)
         rate = None if bandwidth is None else parse_bandwidth(bandwidth)
         tokenizer, ids = tokens_of(store, asked, sampling)

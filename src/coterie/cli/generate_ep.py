@@ -48,7 +48,12 @@ def generate_ep(
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for another process.")] = 60.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Continue prompts, greedily, on as many processes as the placement has devices; start it with torchrun."""
+    """Continue prompts, greedily, on as many processes as the placement has devices; start it with torchrun.
+
+    The texts are those of one process in float32; in other types sums are rounded in another order.
+
+    When it stops, the first line, "coterie: error: ...", says why; the traceback that follows is torchrun's own.
+    """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # an error is one line; torch reads this when imported
     asked = _Asked(
         model, placement, tuple(prompt or ()), prompts, tokens, prune, rule, fit, floor, dtype, two_hop, dispatch
@@ -130,7 +135,8 @@ class _Asked:
             generation = generate(parallel, tokenizer, texts, self.tokens)
         traffic = parallel.traffic.gather(comms)
         figures = {**summary(traffic), **_held(comms, parallel.loaded), **_pruned(comms, pruner)}
-        return {**self._settings(placed, comms, pruning), **_told(generation), **figures}, generation
+        settings = self._settings(placed, comms, pruning, parallel.model.dtype)
+        return {**settings, **_told(generation), **figures}, generation
 
     def _check_dispatch(self, placed: Placement) -> None:
         """Refuse an unknown rule, one for a placement without copies, and pruning with copies."""
@@ -175,7 +181,7 @@ class _Asked:
         placed.require_model(trace.spec, f"the trace {self.fit}")
         return fit_rule(choice, RoutedTrace(trace, placed.device_of_expert(), placed.topology))
 
-    def _settings(self, placed: Placement, comms: Comms, rule: PruningRule | None) -> dict[str, Any]:
+    def _settings(self, placed: Placement, comms: Comms, rule: PruningRule | None, dtype: Any) -> dict[str, Any]:
         import torch
         import transformers
 
@@ -187,7 +193,7 @@ class _Asked:
         return {
             "model": self.model, "ranks": comms.size, "topology": placed.topology.to_json(),
             "device": str(comms.device), "placement": dict(placed.method), "prune": told, "two_hop": self.two_hop,
-            "dtype": self.dtype, "versions": versions, **self._copies(placed),
+            "dtype": str(dtype).removeprefix("torch."), "versions": versions, **self._copies(placed),
         }  # fmt: skip
 
     def _copies(self, placed: Placement) -> dict[str, Any]:
@@ -246,6 +252,6 @@ def _show(result: dict[str, Any], generation: Generation) -> None:
     if "kept_weight" in result:
         rows.append(["routing weight kept; remote devices per token",
                      f"{result['kept_weight']:.1%}; {result['remote_dpt']:.3f}"])  # fmt: skip
-    table([f"{result['ranks']} ranks", ""], rows)
+    table([f"{result['ranks']} ranks, {result['dtype']}", ""], rows)
     if result["device"] == "cpu":
         note("processes on CPUs, over gloo: how it works, not how fast a cluster would be")

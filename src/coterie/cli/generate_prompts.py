@@ -26,7 +26,8 @@ def asked_for(prompt: str | None, prompts: Path | None, out: Path | None, as_jso
     from coterie.models.prompts import Prompt, read_prompts
 
     if (prompt is None) == (prompts is None):
-        raise ConfigError(f"{'neither' if prompt is None else 'both'} --prompt and --prompts are given; give one")
+        given = "neither --prompt nor" if prompt is None else "both --prompt and"
+        raise ConfigError(f"{given} --prompts are given; give one")
     if prompts is None:
         if out is not None:
             raise ConfigError("--out takes the results of --prompts; with --prompt the text goes to stdout")
@@ -54,6 +55,24 @@ def tokens_of(store: Path, asked: Sequence[Prompt], sampling: Sampling) -> tuple
     for each, tokens in zip(asked, ids, strict=True):
         require_positions(config.get_text_config(), len(tokens), sampling, each.source)
     return tokenizer, ids
+
+
+def require_skips(store: Path, factor: float | None) -> None:
+    """Refuse an F of `--skip-misses` that would skip every expert: a token's normalised weights are at most 1.
+
+    Raises:
+        ConfigError: when F / K is 1 or more.
+    """
+    from coterie.checkpoint.expert_store import open_store
+
+    if factor is None:
+        return
+    top_k = open_store(store).header.spec.top_k
+    if factor >= top_k:
+        raise ConfigError(
+            f"--skip-misses {factor:g} skips every expert that misses, since none weighs more than 1 and F/K is "
+            f"{factor / top_k:g}; choose F below K = {top_k}, e.g. 0.75"
+        )
 
 
 def sink_of(files: ExitStack, prompts: Path | None, out: Path | None) -> TextIO | None:

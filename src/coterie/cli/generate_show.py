@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from coterie.offloading.stats import OffloadStats
     from coterie.offloading.timeline import Timeline
 
+_PAGES = (".html", ".htm")
+
 
 @dataclass(frozen=True)
 class TimelineFiles:
@@ -31,12 +33,18 @@ class TimelineFiles:
 
         Raises:
             BackendUnavailable: without plotly.
-            ConfigError: when a file cannot be written.
+            ConfigError: when a file cannot be written, or a picture's name is no page's.
         """
+        from coterie.errors import ConfigError
         from coterie.files import replacing
         from coterie.report.page import graph_objects
 
         if self.picture is not None:
+            if self.picture.suffix.lower() not in _PAGES:
+                raise ConfigError(
+                    f"--picture {self.picture} ends in {self.picture.suffix or 'nothing'}, and a page is written; name "
+                    "it .html or .htm"
+                )
             graph_objects()
         for path in (self.trace, self.picture):
             if path is not None:
@@ -91,6 +99,9 @@ def show(result: dict[str, Any], stats: OffloadStats) -> None:
         note(f"an emulated disk of {stats.emulated_bandwidth / 1e9:g} GB/s: the times are an emulation's")
     if stats.use_cached or stats.skip_misses:
         note("which neurons run depends on what is resident: another budget or order may give another text")
+    hidden, alone = (
+        f"{share:.1%}" if stats.load_seconds > 0 else "-" for share in (stats.overlap, stats.attainable_overlap)
+    )
     rows = [
         ["tokens per second, prompt included", f"{result['tokens_per_s']:.2f}"],
         ["memory of experts: most taken, budget", f"{format_bytes(stats.peak_expert_bytes)}, "
@@ -100,7 +111,7 @@ def show(result: dict[str, Any], stats: OffloadStats) -> None:
          f"{stats.bytes_share:.1%}"],
         ["time: loading, waiting for loads, computing experts", f"{stats.load_seconds:.2f} s, "
          f"{stats.exposed_seconds:.2f} s, {stats.compute_seconds:.2f} s"],
-        ["share of the loading that computation hid; attainable", f"{stats.overlap:.1%}; "
-         f"{stats.attainable_overlap:.1%}"],
+        ["share of the loading time that was hidden", hidden],
+        ["  computing experts alone could hide (the rest hides too)", alone],
     ]  # fmt: skip
     table([f"policy {stats.policy}, schedule {stats.schedule}", ""], rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -43,13 +45,12 @@ def study_stability(
     from coterie.files import distinct
     from coterie.study.placement import stability
 
-    _prepare(out)
-    with warnings_as_notes(), progress() as listen:
+    with _prepared(out), warnings_as_notes(), progress() as listen:
         setting = _setting(source, topology, format_name, seed, listen)
         name = distinct([source], "traces")[0]
         methods = method or stability.METHODS
         result = stability.run(setting, name, window, requests=requests, methods=methods)
-    _leave(result, out, f"Stability of placements, {name}", stability.remarks, stability.show)
+        _leave(result, out, f"Stability of placements, {name}", stability.remarks, stability.show)
     if as_json:
         emit_json(result)
         return
@@ -79,13 +80,12 @@ def study_transfer(
     from coterie.study.placement.common import MEASURES
     from coterie.trace.open import open_trace
 
-    _prepare(out)
-    with warnings_as_notes(), progress() as listen:
+    with _prepared(out), warnings_as_notes(), progress() as listen:
         setting = _setting(sources[0], topology, format_name, seed, listen)
         others = [open_trace(source, format=format_name, progress=listen) for source in sources[1:]]
         traces = dict(zip(distinct(sources, "traces"), [setting.trace, *others], strict=True))
         result = transfer.run(setting, traces, heldout=heldout, methods=method or transfer.METHODS)
-    _leave(result, out, "Transfer of placements", transfer.remarks, transfer.show)
+        _leave(result, out, "Transfer of placements", transfer.remarks, transfer.show)
     if as_json:
         emit_json(result)
         return
@@ -112,12 +112,11 @@ def study_pruning(
     from coterie.files import distinct
     from coterie.study.placement import pruning
 
-    _prepare(out)
-    with warnings_as_notes(), progress() as listen:
+    with _prepared(out), warnings_as_notes(), progress() as listen:
         setting = _setting(source, topology, format_name, seed, listen)
         name = distinct([source], "traces")[0]
         result = pruning.run(setting, name, method=method, heldout=heldout)
-    _leave(result, out, f"Pruning of {name}", pruning.remarks, pruning.show)
+        _leave(result, out, f"Pruning of {name}", pruning.remarks, pruning.show)
     if as_json:
         emit_json(result)
         return
@@ -147,12 +146,11 @@ def study_tokens(
     from coterie.files import distinct
     from coterie.study.placement import tokens
 
-    _prepare(out)
-    with warnings_as_notes(), progress() as listen:
+    with _prepared(out), warnings_as_notes(), progress() as listen:
         setting = _setting(source, topology, format_name, seed, listen)
         name = distinct([source], "traces")[0]
         result = tokens.run(setting, name, heldout=heldout, methods=method or tokens.METHODS)
-    _leave(result, out, f"Tokens that placing takes, {name}", tokens.remarks, tokens.show)
+        _leave(result, out, f"Tokens that placing takes, {name}", tokens.remarks, tokens.show)
     if as_json:
         emit_json(result)
         return
@@ -171,14 +169,17 @@ def _setting(source: str, topology: str, format_name: str | None, seed: int, lis
     return prepare(open_trace(source, format=format_name, progress=listen), parsed, seed=seed, progress=listen)
 
 
-def _prepare(out: Path | None) -> None:
-    """A place to write to and a library to draw with, before the long work."""
+@contextmanager
+def _prepared(out: Path | None) -> Iterator[None]:
+    """A place to write to and a library to draw with, before the long work; nothing stays if that fails."""
+    from coterie.study.output import prepared_folder
+
     if out is not None:
         from coterie.report.page import graph_objects
-        from coterie.study.output import prepare_folder
 
         graph_objects()
-        prepare_folder(out)
+    with prepared_folder(out):
+        yield
 
 
 def _leave(result: dict[str, Any], out: Path | None, title: str, remarks: Any, show: Any) -> None:

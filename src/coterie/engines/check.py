@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 
-from coterie.errors import BackendUnavailable, unknown_name
+from coterie.errors import BackendUnavailable, ConfigError, unknown_name
 from coterie.vllm_plugin.versions import adapter_name
 from coterie.vllm_plugin.versions import supported as plugin_supported
 
@@ -107,9 +107,14 @@ def check_engine(name: str) -> Installed:
         name: one of `ENGINES`.
 
     Raises:
-        ConfigError: for another name.
+        ConfigError: for another name, and for vllm-ascend, which is only exported to.
         BackendUnavailable: when it is not installed here, or in a version that was not looked at.
     """
+    if name == "vllm-ascend":
+        raise ConfigError(
+            "vllm-ascend is known to coterie export alone (--to vllm-ascend), not to check-engine or advise; known "
+            f"here: {', '.join(ENGINES)}"
+        )
     if name not in ENGINES:
         raise unknown_name("serving engine", name, ENGINES)
     engine = ENGINES[name]

@@ -164,8 +164,8 @@ def _checked_map(placement: Placement, spec: MoESpec, source: Path) -> NDArray[n
     if len(set(slots)) > 1 or sum(slots) != spec.num_experts:
         raise InfeasiblePlacement(
             f"the placement has {min(slots)} to {max(slots)} slots a device for {spec.num_experts} experts; engines "
-            "give every rank the same number by default: place without slots_per_device and replicas, or use "
-            "an engine's file (coterie export)"
+            "give every rank one number and no copies by default: place without --redundant and slots_per_device, on "
+            "a number of devices that divides the experts, or use an engine's file (coterie export)"
         )
     require_whole_groups(placement.physical_to_logical_map, spec.num_groups)
     return placement.physical_to_logical_map

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError, TraceError, unknown_name
-from coterie.files import parse_json, read_text
+from coterie.files import about_file, parse_json, read_text
 from coterie.trace.importers.torch_file import is_torch_file, load_torch_file
 
 FORMATS = ("sglang-stat", "tensorrt-llm", "vllm-ascend", "eplb")
@@ -97,7 +97,7 @@ def open_loads(path: str | Path, format: str | None = None, expert_map: str | Pa
             )
         return _table(source, table[None] if table.ndim == 2 else table, "sglang-stat" if stat else "eplb")
     except TraceError as error:
-        raise TraceError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from error
+        raise TraceError(about_file(source, str(error))) from error
 
 
 def _table(source: Path, load: NDArray[Any], format: str, **about: Any) -> LoadTable:

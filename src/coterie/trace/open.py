@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 import coterie
 from coterie import data
 from coterie.errors import ConfigError, TraceError, unknown_name
+from coterie.files import about_file
 from coterie.progress import Progress, silent
 from coterie.spec import MoESpec
 from coterie.trace.check import check_decisions, pieces
@@ -154,7 +155,7 @@ def _import_into(
         with tempfile.TemporaryDirectory(dir=folder, prefix=".coterie-") as scratch:
             return _import(chosen, path, Path(scratch), spec, num_experts, progress)
     except TraceError as error:
-        raise TraceError(f"{path}: {error}") from error
+        raise TraceError(about_file(path, str(error))) from error
     except OSError as error:
         where = folder or f"{tempfile.gettempdir()} (TMPDIR)"
         reason = f"{error.strerror or error}; it needs a writable folder with space for the trace"

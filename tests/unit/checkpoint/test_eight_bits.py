@@ -60,5 +60,22 @@ def test_a_store_in_eight_bits_has_half_the_bytes_of_bfloat16_and_says_so(tmp_pa
     (small.out / "scales.bin").write_bytes(scales)
     with pytest.raises(CheckpointError, match=r"scales\.bin is damaged"):
         open_store(small.out)
+    wanted = f"{len(scales):,}"
+    for data, message in (
+        (scales[:-1], f"is truncated: it has {len(scales) - 1:,} bytes instead of {wanted}; pack the model again"),
+        (scales + b"0", f"is too long: it has {len(scales) + 1:,} bytes instead of {wanted}; pack the model again"),
+    ):
+        (small.out / "scales.bin").write_bytes(data)
+        with pytest.raises(CheckpointError, match=message):
+            open_store(small.out)
+    (small.out / "scales.bin").unlink()
+    with pytest.raises(CheckpointError, match=rf"scales\.bin is missing; it has {wanted} bytes; pack the model again"):
+        open_store(small.out)
+    (small.out / "store.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"truncated or no JSON .*; pack the model again"):
+        open_store(small.out)
+    (small.out / "store.json").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match=r"no UTF-8 text .*; pack the model again"):
+        open_store(small.out)
     with pytest.raises(ConfigError, match="experts in 4 bits"):
         coterie.pack("tiny-mixtral", tmp_path / "four", bits=4)

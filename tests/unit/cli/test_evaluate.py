@@ -168,3 +168,10 @@ def test_rounded_experts_are_told_and_measured(run: Run) -> None:
     assert (code, out) == (2, "")
     assert "experts in 4 bits are not supported; give 8" in err
     assert err.count("\n") == 1
+
+
+def test_people_are_told_of_rounding(run: Run) -> None:
+    code, out, _ = run(*ON_TEXT, "--bits", 8)
+    assert code == 0
+    assert "rounding: the experts' weights in 8 bits" in out
+    assert "KL mean" in out

@@ -53,6 +53,12 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     return Shell(tmp_path, monkeypatch, capsys)
 
 
+def test_vllm_takes_no_file(shell: Shell) -> None:
+    err = shell.fails("export", "placement.json", "--to", "vllm", "--out", "m.json")
+    assert "vLLM takes no placement file" in err
+    assert "coterie bake MODEL" in err
+
+
 @pytest.mark.parametrize("engine", ["sglang", "vllm-ascend", "tensorrt-llm", "json"])
 def test_export_then_validate(shell: Shell, engine: str) -> None:
     code, out, err = shell("export", "placement.json", "--to", engine, "--model", "config.json", "--out", "m.json")

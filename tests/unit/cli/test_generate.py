@@ -93,7 +93,7 @@ def test_bad_input_is_one_line_before_any_work(
     kept = tmp_path / "kept.jsonl"
     kept.write_text("earlier")
     for words, message in (
-        ((), "neither --prompt and --prompts are given; give one"),
+        ((), "neither --prompt nor --prompts are given; give one"),
         (("--prompt", "a", "--prompts", prompts), "both --prompt and --prompts are given"),
         (("--prompt", "a", "--out", tmp_path / "o"), "--out takes the results of --prompts"),
         (("--prompts", prompts, "--json"), "send them to --out FILE"),
@@ -104,6 +104,9 @@ def test_bad_input_is_one_line_before_any_work(
         (("--prompts", prompts, "--out", tmp_path / "no" / "o"), "choose a folder that exists and is writable"),
         (("--prompt", "a", "--temperature", -1), "a temperature of -1"),
         (("--prompt", "a", "--device", "cuda:99"), "device 'cuda:99' is not there"),
+        (("--prompt", "a", "--skip-misses", 7), "--skip-misses 7 skips every expert that misses"),
+        (("--prompt", "a", "--skip-misses", 3), "choose F below K = 3, e.g. 0.75"),
+        (("--prompt", "a", "--picture", tmp_path / "t.png"), "ends in .png, and a page is written"),
         (("--prompt", "a", "--top-p", 0.5), "without a temperature changes nothing"),
     ):
         code, out, err = run(*words)
@@ -157,3 +160,10 @@ def test_a_picture_without_plotly_is_refused_before_the_work(
     assert (code, out) == (2, "")
     assert "figures need plotly; pip install 'coterie[report]'" in err
     assert not list(tmp_path.iterdir())
+
+
+def test_what_was_hidden_and_what_could_be(run: Any) -> None:
+    code, out, _ = run("--prompt", "abc", "--tokens", 3, "--skip-misses", 2.5)
+    assert code == 0
+    assert "share of the loading time that was hidden" in out
+    assert "computing experts alone could hide (the rest hides too)" in out

@@ -66,12 +66,14 @@ def test_json(run: Run, placement: Any, tiny_checkpoint: Any, tmp_path: Path) ->
     assert result["prune"] == {"rule": "naive", "p": 0.2}
     assert result["versions"].keys() == {"coterie", "torch", "transformers"}
     assert 0 < result["kept_weight"] < 1
+    assert result["dtype"] == "float32"  # what ran, though --dtype was not given
 
 
 def test_for_people(run: Run, placement: Any, tiny_checkpoint: Any) -> None:
     code, out, err = run(tiny_checkpoint("olmoe"), "--placement", placement(), "--prompt", "abc", "--tokens", 2)
     assert code == 0
     assert "[1, rank 0] abc" in out
+    assert "1 ranks, float32" in out
     assert "not how fast a cluster would be" in err
 
 

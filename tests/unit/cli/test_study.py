@@ -104,6 +104,7 @@ def test_no_such_model_and_no_such_folder(run: Run, tmp_path: Path) -> None:
     code, _, err = run("--out", tmp_path / "out", model="no-such-model")
     assert code == 2
     assert "no model 'no-such-model'" in err
+    assert not (tmp_path / "out").exists()
     (tmp_path / "file").write_text("in the way")
     code, _, err = run("--out", tmp_path / "file" / "out")
     assert code == 2

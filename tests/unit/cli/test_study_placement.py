@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections.abc import Callable
@@ -18,11 +19,12 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], make_trace: Any) -> Run:
-    """Run `coterie study ...` in a folder with a.safetensors and b.safetensors; exit code, stdout, stderr."""
+    """Run `coterie study ...` in a folder with a, b and other.safetensors; exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
     weights = np.random.default_rng(0).random((2, 400, 4))
     make_trace(tokens=400, sequences=8, weights=weights).save("a.safetensors")
     make_trace(tokens=400, sequences=8, seed=1).save("b.safetensors")
+    make_trace(experts=8, tokens=400, sequences=8).save("other.safetensors")
 
     def call(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["coterie", "study", *arguments])
@@ -68,13 +70,21 @@ def test_a_table_a_page_and_the_figures(run: Run, name: str, arguments: list[str
         (["transfer", "a.safetensors"], "at least two"),
         (["transfer", "a.safetensors", "a.safetensors"], "2 traces are called 'a'"),
         (["pruning", "b.safetensors"], "needs routing weights"),
+        (["transfer", "a.safetensors", "other.safetensors"], "give traces of one model"),
+        (["tokens", "a.safetensors", "--heldout", "1.5"], "1.5"),
         (["pruning", "none.safetensors"], "does not exist"),
         (["pruning", "a.safetensors", "--topology", "64"], "16 experts on 64 devices"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(run: Run, arguments: list[str], message: str) -> None:
-    code, out, err = run(*arguments)
-    assert (code, out) == (2, "")
-    assert message in err
-    assert err.count("\n") == 1
-    assert sorted(path.name for path in Path().iterdir()) == ["a.safetensors", "b.safetensors"]
+    before = sorted(Path().iterdir())
+    Path("kept").mkdir()
+    for out_options in ([], ["--out", "new/out"], ["--out", "kept"]):
+        if out_options and importlib.util.find_spec("plotly") is None:
+            break  # refused for want of it
+        code, out, err = run(*arguments, *out_options)
+        assert (code, out) == (2, "")
+        assert message in err
+        assert err.count("\n") == 1
+    Path("kept").rmdir()  # what was there stays, and is empty
+    assert sorted(Path().iterdir()) == before

@@ -9,3 +9,9 @@ def test_a_piped_table_is_not_cut_at_eighty_columns(capsys):
     out = capsys.readouterr().out
     assert all(column in out for column in columns)
     assert "1.235" in out
+
+
+def test_names_in_brackets_are_no_markup(capsys):
+    table(["trace[red]", "b"], [["[bold]x", 1]], title="a[red].npz")
+    out = capsys.readouterr().out
+    assert all(text in out for text in ("trace[red]", "[bold]x", "a[red].npz"))

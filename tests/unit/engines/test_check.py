@@ -66,6 +66,8 @@ def test_what_is_not_there_or_not_known() -> None:
         check_engine("sglang")
     with pytest.raises(ConfigError, match="did you mean 'vllm'"):
         check_engine("vlm")
+    with pytest.raises(ConfigError, match="vllm-ascend is known to coterie export alone"):
+        check_engine("vllm-ascend")
 
 
 def test_the_command(install: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import coterie
 from coterie.errors import unknown_name
 from coterie.report.page import Page
-from coterie.study.output import prepare_folder, write_study
+from coterie.study.output import prepared_folder, write_study
 from coterie.study.widths import (
     asymmetric,
     curves,
@@ -167,8 +167,8 @@ def study_widths(
 
     graph_objects()  # refuses before the long work
     studies = chosen_studies(names)
-    prepare_folder(out)
-    context = make_context(model, texts=texts, quick=quick, seed=seed, dtype=dtype, progress=progress)
-    result = run_studies(context, studies)
-    write_study(make_page(context, result, studies), result, out)
+    with prepared_folder(out):
+        context = make_context(model, texts=texts, quick=quick, seed=seed, dtype=dtype, progress=progress)
+        result = run_studies(context, studies)
+        write_study(make_page(context, result, studies), result, out)
     return result

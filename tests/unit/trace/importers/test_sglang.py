@@ -180,8 +180,10 @@ def with_id(value: int) -> np.ndarray:
 )
 def test_dumps_that_cannot_be_are_refused(tmp_path, passes, more, message):
     records = [record(ids, number) for number, ids in enumerate(passes)]
-    with pytest.raises(TraceError, match=message):
-        open_trace(dump(tmp_path, records, changed=more))
+    source = dump(tmp_path, records, changed=more)
+    with pytest.raises(TraceError, match=message) as refused:
+        open_trace(source)
+    assert source.name not in str(refused.value).partition(f"{source}: ")[2]  # its path was just said
 
 
 @needs_torch
