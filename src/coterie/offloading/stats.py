@@ -74,9 +74,9 @@ class OffloadStats:
 
     @property
     def attainable_overlap(self) -> float:
-        """What the overlap cannot exceed without reading ahead: experts' compute time over load time, at most 1.
+        """What computing experts can hide: its time over the load time, at most 1.
 
-        Reading ahead hides loads behind the rest of the model, too.
+        What is read ahead, and what is still being read between two layers, hides behind the rest of the model too.
         """
         return 1.0 if self.load_seconds <= 0 else min(1.0, self.compute_seconds / self.load_seconds)
 
