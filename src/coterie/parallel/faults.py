@@ -58,21 +58,23 @@ class Faults:
             return RankError(f"rank {self._rank}: {whose} ended, and the group with it; its own output says why")
         with suppress(RuntimeError):
             self._store.set(f"explained/{self._rank}", how)
-            if self._hosted_here and self._rank == 0:
-                self._stay()
         return told
 
-    def _stay(self) -> None:
-        """Keep the store until the others have read what they need there, or cannot any more."""
-        others = list(range(1, self._size))
-        people = {rank: json.loads(self._store.get(f"here/{rank}")) for rank in others}
-        end = time.monotonic() + _GRACE_SECONDS
-        while others and time.monotonic() < end:
-            others = [
-                rank for rank in others
-                if not self._store.check([f"explained/{rank}"]) and _state(*people[rank]) is None
-            ]  # fmt: skip
-            time.sleep(_POLL_SECONDS if others else 0)
+    def stay(self) -> None:
+        """On the rank that keeps the store: until the others have read what they need there, or cannot any more."""
+        if self._rank or not self._hosted_here:
+            return
+        end, others = time.monotonic() + _GRACE_SECONDS, list(range(1, self._size))
+        with suppress(RuntimeError):
+            self._store.set_timeout(timedelta(seconds=_GRACE_SECONDS))
+            people = {rank: json.loads(self._store.get(f"here/{rank}")) for rank in others}
+            while others and time.monotonic() < end:
+                others = [rank for rank in others if not self._has_read(rank, *people[rank])]
+                time.sleep(_POLL_SECONDS if others else 0)
+
+    def _has_read(self, rank: int, machine: str, pid: int) -> bool:
+        explained: bool = self._store.check([f"explained/{rank}"])
+        return explained or _state(machine, pid) is not None
 
     def _culprit(self, how: str) -> str:
         """Who failed, in words."""

@@ -73,9 +73,14 @@ def _exchange_pairs(
         dist.irecv(arriving[(own - i) % size], (own - i) % size) for i in turns if receive_counts[(own - i) % size]
     ]
     works += [dist.isend(leaving[(own + i) % size], (own + i) % size) for i in turns if send_counts[(own + i) % size]]
-    for work in works:
-        assert work is not None, "this rank is in the group"
-        work.wait()
+    work: Any = None
+    try:
+        for work in works:
+            assert work is not None, "this rank is in the group"
+            work.wait()
+    finally:
+        works.clear()
+        work = None  # what never ends would keep connections open, for as long as an error tells of this call
 
 
 @dataclass(frozen=True)
@@ -155,13 +160,19 @@ def joined(launch: Launch, timeout: float = 60.0) -> Iterator[ProcessComms]:
     try:
         yield ProcessComms(launch.rank, launch.size, device, faults)
     except ToldByRankZero:
+        _leave()
         raise
     except BaseException as error:
         faults.leave_word(error)
+        _leave()  # whoever waits for this rank notices, and looks in the store why
+        faults.stay()
         raise
-    finally:
-        with suppress(RuntimeError):
-            dist.destroy_process_group()
+    _leave()
+
+
+def _leave() -> None:
+    with suppress(RuntimeError):
+        dist.destroy_process_group()
 
 
 def agreed(comms: Comms, step: Callable[[], Result]) -> Result:
