@@ -1,10 +1,11 @@
-"""One rank of the tests' groups, no test itself: `one_rank.py generate JOBS` or `one_rank.py stay PLACEMENT`."""
+"""One rank of the tests' groups, no test itself: `one_rank.py generate JOBS`, `stay PLACEMENT` or `chain SECONDS`."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+import time
 from typing import Any
 
 os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
@@ -99,10 +100,23 @@ def stay(comms: ProcessComms, file: str) -> None:
     generate(parallel, load_tokenizer("tiny-mixtral"), ["Once upon a time"], 100_000)
 
 
+def chain(comms: ProcessComms, seconds: str) -> None:
+    """Rank 2 waits for rank 0 alone, which waits for rank 1 so many seconds after that one has died."""
+    import torch
+
+    to, back = {0: ([0, 0, 1], [0, 1, 0]), 1: ([0, 0, 0], [0, 0, 0]), 2: ([0, 0, 0], [1, 0, 0])}[comms.rank]
+    print("ready", flush=True)
+    if comms.rank == 1:
+        os._exit(9)
+    time.sleep(float(seconds) if comms.rank == 0 else 0)
+    for _ in range(2):  # rank 0 may send its first row before it notices
+        comms.exchange(torch.ones(sum(to), 1), to, torch.zeros(sum(back), 1), back)
+
+
 def main() -> int:
     try:
         with joined(Launch.of_environment(), float(os.environ["TIMEOUT"])) as comms:
-            {"generate": generate_all, "stay": stay}[sys.argv[1]](comms, sys.argv[2])
+            {"generate": generate_all, "stay": stay, "chain": chain}[sys.argv[1]](comms, sys.argv[2])
     except CoterieError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

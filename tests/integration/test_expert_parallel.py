@@ -154,6 +154,15 @@ def test_pruning_with_copies_is_refused_in_one_line(tmp_path: Path, groups: list
     assert ended[0][2].count("\n") == 1
 
 
+@pytest.mark.parametrize("seconds", ["0", "1"])
+def test_a_rank_that_waits_for_another_one_names_who_failed(seconds: str, groups: list[Group]) -> None:
+    """Whether rank 0 is in the exchange when rank 1 dies, or comes to it later: rank 2 does not blame rank 0."""
+    groups.append(Group(3, [RANK, "chain", seconds], timeout=20))
+    said = f"rank 1 (process {groups[0].ranks[1].pid}) ended"
+    for rank, (code, _, errors) in groups[0].wait().items():
+        assert rank == 1 or (code == 2 and said in errors), errors
+
+
 @pytest.mark.parametrize(
     ("what", "said"),
     [(signal.SIGKILL, "rank 1 (process {}) ended"), (signal.SIGSTOP, "rank 1 (process {}) is stopped")],

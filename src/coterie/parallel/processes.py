@@ -52,7 +52,9 @@ class ProcessComms:
             else:
                 _exchange_pairs(send_NB, send_counts, receive_NB, receive_counts)
         except RuntimeError as error:
-            raise self._faults.explain(error) from error
+            told = self._faults.explain(error)
+            error.__traceback__ = None  # its frames hold the group, whose connections tell others by closing
+            raise told from error
 
 
 def _exchange_pairs(
@@ -73,14 +75,9 @@ def _exchange_pairs(
         dist.irecv(arriving[(own - i) % size], (own - i) % size) for i in turns if receive_counts[(own - i) % size]
     ]
     works += [dist.isend(leaving[(own + i) % size], (own + i) % size) for i in turns if send_counts[(own + i) % size]]
-    work: Any = None
-    try:
-        for work in works:
-            assert work is not None, "this rank is in the group"
-            work.wait()
-    finally:
-        works.clear()
-        work = None  # what never ends would keep connections open, for as long as an error tells of this call
+    for work in works:
+        assert work is not None, "this rank is in the group"
+        work.wait()
 
 
 @dataclass(frozen=True)
