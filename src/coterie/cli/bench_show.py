@@ -33,7 +33,8 @@ def show_bench(result: dict[str, Any]) -> None:
         rows = [row for row in result["rows"] if row["budget"] == budget]
         table(_HEAD, [_cells(row) for row in rows], f"{budget} of the experts in memory")
     say(
-        "bytes read: share of full offload, over all recorded tokens. Speed as a share of what cannot be beaten, "
+        "bytes read: share of full offload, over all recorded tokens (what is read ahead: as on the timed ones). "
+        "Speed as a share of what cannot be beaten, "
         "computing included: bound: full width, Belady's misses; with widths, bytes beyond the budget; belady: the "
         "fewest bytes of any cache of blocks; own: the bytes this system read. Overlap: share of the loading that "
         "computing hid, and as a share of the attainable (asked 90%)."

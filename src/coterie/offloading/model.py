@@ -55,7 +55,9 @@ def offload(
     Args:
         store: a folder that `coterie pack` wrote.
         budget: the most that experts may take in memory, reads under way included: bytes ("6GiB", or an integer), or a
-            share of all experts ("20%", or a float).
+            share of all experts ("20%", or a float). From eight bits, more than a few tokens compute with weights that
+            are converted piece by piece, which takes memory of its own while they do: a part of a piece, on a device of
+            an expert.
         widths: a width plan for these weights in the store's order of neurons, or any such function; None: full width.
         policy: what decides evictions, by name (`policies.registry`).
         schedule: in which order one layer's experts are loaded: johnson, widest-first or fifo.

@@ -181,6 +181,9 @@ def _row(
     timed, counted = np.concatenate([rows_S[1:] for rows_S in rounds]), slice(int(len(read_T) * _WARM), None)
     whole = int(uses.chosen_T[0]) * record_bytes / layout.block_bytes  # in blocks: what full offload reads a token
     loaded = sum(each.stats.loaded_bytes for each in cell.rounds)
+    guessed = 1.0  # what guesses read besides is known of the timed tokens alone
+    if cell.system.options.get("ahead") and read_T[timed].any():
+        guessed = loaded / float(read_T[timed].sum() * layout.block_bytes)
     lossless = cell.decisions.widths_TLK is None and not factor
     least_T = belady_T if lossless else beyond_budget(certain, blocks)
     least = {
@@ -189,7 +192,7 @@ def _row(
     }  # fmt: skip
     return {
         "budget": cell.budget, "system": cell.system.name, **_speeds(cell, computing, least, bandwidth),
-        "bytes_share": float(read_T[counted].mean()) / whole,
+        "bytes_share": guessed * float(read_T[counted].mean()) / whole,
         "timed_bytes_share": loaded / (timed.size * whole * layout.block_bytes),
         "belady_bytes_share": float(belady_T[counted].mean()) / whole,
         "demanded_share": float(uses.blocks_TLK[counted].sum(axis=(1, 2)).mean()) / whole,
